@@ -315,43 +315,41 @@ class Check(Step):
 
     def apply(self, state: State) -> StepResult:
         result = StepResult(list(state.items()))
-        sizes = _NamedSizes()
+        # name of a size -> its value, and the tensor that has it; the first shape tells
+        sizes: dict[str, tuple[int, str]] = {}
         for expected in self.shapes:
             pattern_set = PatternSet((expected.pattern,))
             for key, value in state.items():
                 if not pattern_set.hits(key):
                     continue
                 result.used.add(expected.pattern)
-                text = sizes.problem_of(key, value, expected)
+                text = _shape_problem(expected, key, value, sizes)
                 if text:
                     result.problems.append(Problem(text, key))
         return result
 
 
-class _NamedSizes:
-    """The sizes with a name, each as the first shape that has the name tells it."""
-
-    def __init__(self) -> None:
-        # name of a size -> its value, and the key of the tensor that tells it
-        self._sizes: dict[str, tuple[int, str]] = {}
-
-    def problem_of(self, key: str, value: Value, expected: NamedShape) -> str:
-        """Return why the tensor does not have the shape, or an empty text."""
-        shape = shape_text(value.shape)
-        if len(value.shape) != len(expected.sizes):
-            return f"{shape} instead of {plural(len(expected.sizes), 'dimension')}"
-        for dim, (size, actual) in enumerate(zip(expected.sizes, value.shape)):
-            if isinstance(size, int):
-                if size not in (-1, actual):
-                    return f"{shape}: dimension {dim} is {actual} instead of {size}"
-                continue
-            number, origin = self._sizes.setdefault(size, (actual, key))
-            if number != actual:
-                return (
-                    f"{shape}: dimension {dim} is {actual}, and {number} in {origin}"
-                    " (is it a part of a tensor?)"
-                )
-        return ""
+def _shape_problem(
+    expected: NamedShape, key: str, value: Value, sizes: dict[str, tuple[int, str]]
+) -> str:
+    """Return why the tensor does not have the shape, or an empty text. A name of a size that is not
+    in `sizes` is added, with the size and the key.
+    """
+    shape = shape_text(value.shape)
+    if len(value.shape) != len(expected.sizes):
+        return f"{shape} instead of {plural(len(expected.sizes), 'dimension')}"
+    for dim, (size, actual) in enumerate(zip(expected.sizes, value.shape)):
+        if isinstance(size, int):
+            if size not in (-1, actual):
+                return f"{shape}: dimension {dim} is {actual} instead of {size}"
+            continue
+        number, origin = sizes.setdefault(size, (actual, key))
+        if number != actual:
+            return (
+                f"{shape}: dimension {dim} is {actual}, and {number} in {origin}"
+                " (is it a part of a tensor?)"
+            )
+    return ""
 
 
 @dataclass(frozen=True)

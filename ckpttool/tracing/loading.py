@@ -238,7 +238,7 @@ def _verdict_with_values(model: LoadedModel, section: Section, verdict: Verdict)
     state = stored(section, True).state
     with _catching_lists(instance) as lists:
         failed = failure_of_loading(instance, state)
-    missing, unexpected, errors = lists.errors(failed)
+    missing, unexpected, errors = _errors_of(failed, lists)
     assigns = bool(errors) and not missing and not unexpected
     if assigns:
         same_state = stored(section, True).state
@@ -370,7 +370,7 @@ def recorded_verdict(instance: nn.Module, state: Mapping[str, Any], real: bool) 
         if not real and (recorder.blind or not is_verdict):
             raise code_failed("load_state_dict", watcher, error) from error
     with quiet():
-        missing, unexpected, errors = lists.errors(failed)
+        missing, unexpected, errors = _errors_of(failed, lists)
         items = listed(instance)
         special = [item.fqn for item in items if _is_special_unless_dtensor(item.tensor)]
         return Verdict(
@@ -427,31 +427,14 @@ class LoadErrors(NamedTuple):
     errors: tuple[str, ...]
 
 
-class _Lists:
-    """The lists of missing and unexpected keys and of errors that torch filled."""
-
-    def __init__(self) -> None:
-        self.filled: tuple[list[str], list[str], list[str]] | None = None
-
-    def errors(self, failed: Exception | None) -> LoadErrors:
-        """Return the lists, or what `failed` says instead of them."""
-        text = str(failed) if failed is not None else ""
-        if failed is not None and not text.startswith(_TORCH_SAYS):
-            return LoadErrors((), (), (describe(failed),))
-        if self.filled is not None:
-            missing, unexpected, errors = self.filled
-        else:
-            lines = text.split("\n\t")
-            missing, unexpected = _keys_in(lines, _MISSING), _keys_in(lines, _UNEXPECTED)
-            errors = lines[1:]
-        errors = [line for line in errors if not line.startswith((_MISSING, _UNEXPECTED))]
-        return LoadErrors(tuple(missing), tuple(unexpected), tuple(errors))
+# the lists of missing and unexpected keys and of errors that torch fills; none if it did not begin
+_Lists = list[tuple[list[str], list[str], list[str]]]
 
 
 @contextlib.contextmanager
 def _catching_lists(root: nn.Module) -> Iterator[_Lists]:
     """Catch the lists that torch fills while the block loads a state dict into `root`."""
-    lists = _Lists()
+    lists: _Lists = []
     before = vars(root).get("_load_from_state_dict")
     method = root._load_from_state_dict
 
@@ -464,8 +447,9 @@ def _catching_lists(root: nn.Module) -> Iterator[_Lists]:
         unexpected_keys: Any,
         error_msgs: Any,
     ) -> Any:
-        lists.filled = missing_keys, unexpected_keys, error_msgs
-        return method(state_dict, prefix, local_metadata, strict, *lists.filled)
+        filled = missing_keys, unexpected_keys, error_msgs
+        lists[:] = [filled]
+        return method(state_dict, prefix, local_metadata, strict, *filled)
 
     object.__setattr__(root, "_load_from_state_dict", run)
     try:
@@ -475,6 +459,21 @@ def _catching_lists(root: nn.Module) -> Iterator[_Lists]:
             object.__delattr__(root, "_load_from_state_dict")
         else:
             object.__setattr__(root, "_load_from_state_dict", before)
+
+
+def _errors_of(failed: Exception | None, lists: _Lists) -> LoadErrors:
+    """Return the lists, or what `failed` says instead of them."""
+    text = str(failed) if failed is not None else ""
+    if failed is not None and not text.startswith(_TORCH_SAYS):
+        return LoadErrors((), (), (describe(failed),))
+    if lists:
+        missing, unexpected, errors = lists[0]
+    else:
+        lines = text.split("\n\t")
+        missing, unexpected = _keys_in(lines, _MISSING), _keys_in(lines, _UNEXPECTED)
+        errors = lines[1:]
+    errors = [line for line in errors if not line.startswith((_MISSING, _UNEXPECTED))]
+    return LoadErrors(tuple(missing), tuple(unexpected), tuple(errors))
 
 
 def _keys_in(lines: Iterable[str], start: str) -> list[str]:

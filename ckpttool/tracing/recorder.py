@@ -89,21 +89,13 @@ class ValuesAsked(Exception):
         return "it reads the values of tensors, which a model on the meta device does not have"
 
 
-class Conversion(NamedTuple):
+class ConvertingCopy(NamedTuple):
     """A copy of `value` into the tensor of the token that changed the dtype."""
 
     token: Token
     source: torch.dtype
     target: torch.dtype
     value: Expression
-
-
-class _ObjectValue(NamedTuple):
-    """The value of a tensor without a storage. Holding the tensor keeps its id unique."""
-
-    tensor: torch.Tensor
-    value: Expression
-    author: Any
 
 
 class Recorder(TorchDispatchMode):
@@ -118,7 +110,8 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.memories: dict[int, StorageValues] = {}
-        self.objects: dict[Token, _ObjectValue] = {}
+        # value and author of tensors without a storage; holding the tensor keeps its id unique
+        self.objects: dict[Token, tuple[Expression, Any, torch.Tensor]] = {}
         self.author: Any = None
         self.clock = 0
         self.writes: list[tuple[int, Token]] = []
@@ -128,13 +121,13 @@ class Recorder(TorchDispatchMode):
         self.outside = False
         # of expressions: holding the node keeps its id unique
         self.sizes: dict[int, tuple[Op, int, int]] = {}
-        self.conversions: list[Conversion] = []
+        self.conversions: list[ConvertingCopy] = []
 
     def name(self, tensor: torch.Tensor, expression: Expression) -> None:
         """Name `tensor` before recording starts; the first name of a tensor stays."""
         mark = token(tensor)
         if not isinstance(mark, StorageView):
-            self.objects.setdefault(mark, _ObjectValue(tensor, expression, None))
+            self.objects.setdefault(mark, (expression, None, tensor))
             for part in inside(tensor):
                 self.name(part, opaque(expression))
             return
@@ -147,7 +140,7 @@ class Recorder(TorchDispatchMode):
         mark = token(tensor)
         if not isinstance(mark, StorageView):
             noted = self.objects.get(mark)
-            return noted.value if noted else opaque(*map(self.value, inside(tensor)))
+            return noted[0] if noted else opaque(*map(self.value, inside(tensor)))
         if mark.address not in self.memories:
             self.outside = True
             self._memory(tensor).roots[mark.geometry] = _literal(tensor)
@@ -158,7 +151,7 @@ class Recorder(TorchDispatchMode):
             memory = self.memories.get(mark.address)
             return memory.author if memory else None
         noted = self.objects.get(mark)
-        return noted.author if noted else None
+        return noted[1] if noted else None
 
     def written_since(self, clock: int) -> set[Any]:
         """Return the storages (or objects) that were written in place after `clock`."""
@@ -274,7 +267,7 @@ class Recorder(TorchDispatchMode):
     def _note(self, tensor: torch.Tensor, mark: Token, expression: Expression) -> None:
         expression = self._bounded(expression)
         if not isinstance(mark, StorageView):
-            self.objects[mark] = _ObjectValue(tensor, expression, self.author)
+            self.objects[mark] = expression, self.author, tensor
         elif mark.address not in self.memories:
             self._memory(tensor).roots[mark.geometry] = expression
         elif isinstance(expression, Op) and expression.op == OPAQUE:
@@ -322,7 +315,7 @@ class Recorder(TorchDispatchMode):
         self.clock += 1
         self.writes.append((self.clock, mark))
         if not isinstance(mark, StorageView):
-            self.objects[mark] = _ObjectValue(target, value, self.author)
+            self.objects[mark] = value, self.author, target
             return
         memory = self._memory(target)
         memory.write(mark.geometry, self._bounded(value))
@@ -380,7 +373,9 @@ class Recorder(TorchDispatchMode):
         if torch.nn.parameter.is_lazy(source):
             return value
         if source.dtype != target.dtype:
-            self.conversions.append(Conversion(token(target), source.dtype, target.dtype, value))
+            self.conversions.append(
+                ConvertingCopy(token(target), source.dtype, target.dtype, value)
+            )
             value = _cast(value, target.dtype)
         if source.shape != target.shape:
             value = Op("aten.expand.default", (value, tuple(target.shape)))

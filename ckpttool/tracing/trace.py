@@ -90,7 +90,8 @@ def roundtrip_problems(model: LoadedModel, saved: Saved, verdict: Verdict) -> tu
         check_memory(model, 0, "")
         failed, differing = _try_fillings(model, _EVERY if saved.varying else _SEEDS)
         if failed is None:
-            differing |= _try_fillings(model, _LARGE).differing  # the model's code may refuse these
+            _, of_large = _try_fillings(model, _LARGE)  # the model's code may refuse these
+            differing |= of_large
     except CkptError:  # not enough memory, or the model builds on meta only
         if not saved.varying:
             return problems
@@ -113,16 +114,12 @@ def roundtrip_problems(model: LoadedModel, saved: Saved, verdict: Verdict) -> tu
 # Try it
 
 
-class _Trial(NamedTuple):
-    """What saving and loading raises (or None), and the FQNs that did not come back."""
+def _try_fillings(
+    model: LoadedModel, fillings: Iterable[tuple[Filling, Filling]]
+) -> tuple[str | None, set[str]]:
+    """Save an instance and load it into one with other values, for each pair of fillings.
 
-    failure: str | None
-    differing: set[str]
-
-
-def _try_fillings(model: LoadedModel, fillings: Iterable[tuple[Filling, Filling]]) -> _Trial:
-    """Save an instance and load it into one with other values, for each pair of fillings. Raises
-    `CannotBuild`.
+    Return what that raises (or None), and the FQNs that did not come back. Raises `CannotBuild`.
     """
     differing: set[str] = set()
     for filling, other in fillings:
@@ -135,12 +132,12 @@ def _try_fillings(model: LoadedModel, fillings: Iterable[tuple[Filling, Filling]
         expected = values_of(source)
         failed = _pass_on(source, target)
         if failed is not None:
-            return _Trial(describe(failed), set())
+            return describe(failed), set()
         actual = values_of(target)
         for fqn, value in expected.items():
             if fqn not in actual or not same(value, actual[fqn]):
                 differing.add(fqn)
-    return _Trial(None, differing)
+    return None, differing
 
 
 def brought_back(model: LoadedModel, fqns: Iterable[str]) -> frozenset[str]:
@@ -438,29 +435,22 @@ def _notes(saved: Saved, verdict: Verdict, problems: Iterable[Problem]) -> tuple
 # The tensors that the constructor makes
 
 
-class _Built(NamedTuple):
-    """How instances of a model are built, an instance on meta if that is so, and notes."""
-
-    model: LoadedModel
-    instance: nn.Module | None
-    notes: tuple[str, ...] = ()
-
-
-def _built_like_real(model: LoadedModel) -> _Built:
-    """Return the model, to be built for real from now on if on meta it has other tensors.
+def _built_like_real(model: LoadedModel) -> tuple[LoadedModel, nn.Module | None, tuple[str, ...]]:
+    """Return the model, to be built for real from now on if on meta it has other tensors; an
+    instance on meta if that is so, and notes.
 
     If the constructor can tell the difference, a cheap model is built for real and compared. For
     any other the constructor runs with tensors that say that they are on the CPU, and have no
     memory.
     """
     if model.materialize:
-        return _Built(model, None)
+        return model, None, ()
     instance = None
     try:
         with _watch_device_questions() as questions:
             instance = model.build(False)
         if not questions.asked:  # it makes the same tensors on any device
-            return _Built(model, instance)
+            return model, instance, ()
         on_meta = _listing(instance)
         if is_cheap(model):
             real = _listing(model.build(True))
@@ -470,14 +460,14 @@ def _built_like_real(model: LoadedModel) -> _Built:
             with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), _PlainCopies():
                 real = _listing(model.build(True))
     except CkptError:  # it cannot be built for real, or not at all
-        return _Built(model, instance, (_NOT_LOOKED,))
+        return model, instance, (_NOT_LOOKED,)
     if on_meta == real:
-        return _Built(model, instance)
+        return model, instance, ()
     try:
         check_memory(model, 0, _UNLIKE)
     except CkptError as error:
-        return _Built(model, instance, (error.message,))
-    return _Built(replace(model, materialize=True), None)
+        return model, instance, (error.message,)
+    return replace(model, materialize=True), None, ()
 
 
 class _DeviceQuestions(TorchFunctionMode):

@@ -198,7 +198,7 @@ def test_a_cast_of_the_scales_is_refused(layout: str, run: Run, tmp_path: Path) 
     out = tmp_path / "out.safetensors"
     done = run("convert", tmp_path / "q.safetensors", "-o", out, "--dtype", "bfloat16")
     assert done.status == 1, done.said
-    assert "cannot be cast: its values need " in done.err
+    assert "cannot be cast: " in done.err
     assert not out.exists()
 
 
