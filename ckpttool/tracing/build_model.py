@@ -78,7 +78,7 @@ class LoadedModel:
 
 def _nbytes(model: nn.Module) -> int:
     sizes: dict[object, int] = {}  # by the place of the bytes
-    with torch._C.DisableTorchFunction():  # `trace` must not note this
+    with torch._C.DisableTorchFunction():  # not a question of the constructor
         for module in model.modules():
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None and not torch.nn.parameter.is_lazy(tensor):
@@ -118,7 +118,8 @@ class _StaysOnMeta(TorchFunctionMode):
         if func is nn.init.kaiming_uniform_ and _only_fills_meta_tensor(**(kwargs or {})):
             return kwargs["tensor"]
         if func in _MOVES:
-            with torch._C.DisableTorchFunction():  # `trace` must not note this
+            # not a question of the constructor, which `trace` would note
+            with torch._C.DisableTorchFunction():
                 moved = _kept_on_meta(func, *args, **(kwargs or {}))
             if moved is not None:
                 return moved
@@ -133,7 +134,7 @@ def _only_fills_meta_tensor(
     """
     if mode != "fan_in" or nonlinearity != "leaky_relu":
         return False
-    with torch._C.DisableTorchFunction():  # `trace` must not note this
+    with torch._C.DisableTorchFunction():  # not a question of the constructor
         return _is_on_meta(tensor) and tensor.dim() >= 2
 
 

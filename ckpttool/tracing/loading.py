@@ -226,9 +226,8 @@ def verdict_on_section(
         return _verdict_with_values(model, section, verdict)
     if reads_values and (load.real or _depends_on_values(verdict, section)):
         with contextlib.suppress(CannotBuild):
-            return (
-                _verdict_with_values(model, section, verdict) if is_cheap(model, need) else verdict
-            )
+            if is_cheap(model, need):
+                return _verdict_with_values(model, section, verdict)
     return verdict
 
 
@@ -405,7 +404,7 @@ def _dtype_changes(recorder: Recorder, items: Sequence[Listed]) -> tuple[DtypeCh
     """
     names: dict[object, list[str]] = {}
     for item in items:
-        for place in {item.token, place_of(item.token)}:
+        for place in (item.token, place_of(item.token)):
             names.setdefault(place, []).append(item.fqn)
     changes: dict[DtypeChange, None] = {}
     for conversion in recorder.conversions:

@@ -655,9 +655,8 @@ def _problems_as_submodule(
         return ()
     if instance is not None and not saved.real and not _problems_inside_a_parent(instance, saved):
         return ()
-    return _problems_inside_a_parent(
-        model.build(saved.real), saved
-    )  # hooks that read values cannot run on meta
+    # hooks that read values cannot run on meta
+    return _problems_inside_a_parent(model.build(saved.real), saved)
 
 
 def _problems_inside_a_parent(instance: nn.Module, saved: Saved) -> tuple[Problem, ...]:
