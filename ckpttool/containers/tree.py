@@ -868,6 +868,7 @@ class Container:
     folder: str = ""
 
 
+@many_objects()
 def read_tree(
     source: str,
     format: str,
@@ -886,7 +887,7 @@ def read_tree(
     on bad tensors.
     """
 
-    @many_objects()
+    @many_objects()  # also when it reads again
     def read(state_dicts: Collection[str]) -> Checkpoint:
         """Return the checkpoint; the dicts at these dotted paths are read as state dicts."""
         storages.looked_at = 0  # each reading looks at all nodes
