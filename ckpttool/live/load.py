@@ -12,7 +12,7 @@ from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
 from ckpttool.core.optimizer_state import PARAM_NAMES, PARAMS
 from ckpttool.core.options import expand_options
-from ckpttool.core.text import a, listed, plural, some
+from ckpttool.core.text import Info, a, listed, plural, some
 from ckpttool.core.values import dataclass, public
 from ckpttool.io import sources
 from ckpttool.live.fitting import fitting_model, fitting_state
@@ -73,6 +73,7 @@ class Loaded:
             the mismatched ones, are unchanged.
         mismatched: With ``partial=True``, keys of the model that have another shape in the file.
         unexpected: With ``partial=True``, keys of the file that the model does not have.
+        notes: How the checkpoint was read: which file of a folder, for example.
     """
 
     ckpt: str
@@ -84,9 +85,10 @@ class Loaded:
     missing: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return what was loaded, renamed, changed and left out, a line each."""
+        """Return what was loaded, renamed, changed and left out, a line each, with warnings."""
         parts = []
         if self.section is not None:
             section = f" ({self.section})" if self.section else ""
@@ -107,6 +109,7 @@ class Loaded:
         for what, keys in left_out.items():
             if keys:
                 lines.append(f"{plural(len(keys), 'key')} {what}: {some(keys)}")
+        lines += [f"warning: {note}" for note in self.notes if not isinstance(note, Info)]
         return "\n".join(lines)
 
 
@@ -159,7 +162,7 @@ def load(
     sources.begin_call()
     _check_live(model, optimizer)
     core = innermost(model)
-    if definition is None and (instances(core, FSDP1) or instances(core, FSDP2)):
+    if definition is None and (instances(model, FSDP1) or instances(core, FSDP2)):
         raise CkptError(
             "a sharded module cannot be copied, and its state_dict hooks are not known",
             hint="pass definition=build, the function or class that builds the model before it is"
@@ -168,8 +171,12 @@ def load(
     if optimizer is not None and instances(model, FSDP1):
         raise CkptError(
             "the state of an optimizer under FSDP1 is cut like its flat parameters",
-            hint="load the model with ckpttool, and the optimizer with"
-            " FSDP.optim_state_dict_to_load",
+            hint="load the model alone, and the optimizer with torch:"
+            " `ckpttool.remap(CKPT, 'named.pt', model=build, optimizer_keys='fqn')` on one rank,"
+            " then on all `from torch.distributed.checkpoint.state_dict import StateDictOptions,"
+            " set_optimizer_state_dict; set_optimizer_state_dict(model, optimizer,"
+            " torch.load('named.pt')['optimizer'],"
+            " options=StateDictOptions(full_state_dict=True))`",
         )
     operand = _operand_of(core if definition is None else definition)
     source = read_for_model(open_checkpoint(ckpt), operand)
@@ -189,7 +196,7 @@ def load(
     if section is None and state_dict is not None:
         loaded_path = model_section(source).path
     changes = _changes(before, _hyperparameters(optimizer))
-    loaded = Loaded(source.source, loaded_path, count, fix, path, changes)
+    loaded = Loaded(source.source, loaded_path, count, fix, path, changes, notes=source.notes)
     if part is None:
         return loaded
     return replace(

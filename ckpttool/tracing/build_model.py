@@ -298,8 +298,13 @@ def _check_arguments(
 
 def deep_copy(module: nn.Module, real: bool) -> nn.Module:
     """Return a deep copy; on meta unless `real`, with tied and overlapping tensors tied in the same
-    way.
+    way. Raise `CannotBuild` for a module in FSDP1, which frees the memory of its parameters.
     """
+    if _frees_memory(module):
+        raise CannotBuild(
+            "a module in FSDP1 cannot be copied: it saves and loads only the module that it wraps",
+            hint="pass the model before it is wrapped",
+        )
     memo: dict[int, Any] = {}
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in (*module.parameters(), *module.buffers()):
@@ -321,6 +326,25 @@ def deep_copy(module: nn.Module, real: bool) -> nn.Module:
             twin = nn.Parameter(twin, tensor.requires_grad)
         memo[id(tensor)] = twin
     return copy_module(module, memo, real)
+
+
+def _frees_memory(module: nn.Module) -> bool:
+    """Return True if FSDP1 is in the module, or around it: then tensors are views of a flat
+    parameter without memory.
+    """
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if fsdp is not None and any(isinstance(part, fsdp) for part in module.modules()):
+        return True
+    return any(
+        type(tensor) in (torch.Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and tensor.device.type != "meta"
+        and tensor.numel() > 0
+        and tensor.untyped_storage().nbytes() == 0
+        for part in module.modules()
+        for tensor in vars(part).values()
+        if isinstance(tensor, torch.Tensor)
+    )
 
 
 def _uninitialized(buffer: torch.Tensor, real: bool) -> torch.Tensor:

@@ -676,3 +676,21 @@ def test_the_call_that_a_refusal_prints_runs(
     written = eval(call, {"ckpttool": ckpttool, "model": model, "optimizer": optimizer})
     ckpttool.load(written.output, model, optimizer)
     assert len(optimizer.state) == 2
+
+
+def test_the_result_says_which_file_of_a_folder_was_read(tmp_path: Path) -> None:
+    """As `from_pretrained` does, the safetensors file is read."""
+    model = nn.Linear(2, 2)
+    state = {key: torch.ones_like(value) for key, value in model.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    assert ckpttool.load(str(tmp_path), model).notes == ()
+    torch.save({key: value + 1 for key, value in state.items()}, tmp_path / "pytorch_model.bin")
+    loaded = ckpttool.load(str(tmp_path), model)
+    assert torch.equal(model.weight, torch.ones(2, 2))
+    assert str(loaded).splitlines()[-1] == (
+        "warning: model.safetensors is read, as from_pretrained does; not pytorch_model.bin"
+    )
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ckpttool.CkptError, match="several checkpoints"):
+        ckpttool.load(str(tmp_path), model)
