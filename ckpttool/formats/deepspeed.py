@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import chain, islice
 from math import prod
 from operator import itemgetter
+from reprlib import repr as brief
 from shlex import quote
 from typing import Any
 
@@ -64,9 +65,77 @@ class RankFile:
     items: Mapping[Any, Any]
     storages: Storages
 
+    def malformed(self, text: str) -> CkptError:
+        return malformed(f"{self.path}: {text}")
+
+    def mapping(self, node: Any, title: str) -> dict[Any, Any]:
+        """Return the dict of a node, empty for None. Raises `CkptError`, with the node's `title`,
+        for anything else.
+        """
+        pairs = {} if node is None else pairs_of(node)
+        if pairs is None:
+            raise self.malformed(f"{title} is not a dict")
+        return pairs
+
+    def sequence(self, node: Any, title: str) -> list[Any]:
+        """Return the list of a node, empty for None. Raises `CkptError`, with the node's `title`,
+        for anything else.
+        """
+        if node is not None and type(node) not in (list, tuple):
+            raise self.malformed(f"{title} is not a list")
+        return list(node or ())
+
+    def shape(self, node: Any, title: str) -> tuple[int, ...]:
+        """Return the sizes of a node. Raises `CkptError`, with the node's `title`, if it has
+        none.
+        """
+        try:
+            return sizes_of(node)
+        except CkptError as error:
+            reason = error.message.removeprefix(malformed("").message)
+            raise self.malformed(f"{title}: {reason}") from None
+
+    def plain(self, node: Any, levels: int = _LEVELS) -> Any:
+        """Return a number, a text or a list of these; the value of an enum; None for other nodes
+        and for deeper lists.
+
+        Raises `CkptError` if the file says far more such values than it has bytes.
+        """
+        self._count(1)
+        if type(node) is int and abs(node) >= MOST:
+            return None
+        if type(node) in (bool, int, float, str, type(None)):
+            return node
+        if not levels:
+            return None
+        if type(node) in (list, tuple):
+            return type(node)(self.plain(item, levels - 1) for item in node)
+        if type(node) is Call and len(node.args) == 1:  # as enums are pickled
+            return self.plain(node.args[0], levels - 1)
+        return None
+
+    def is_plain(self, node: Any, levels: int = _LEVELS) -> bool:
+        """Return True if `plain` returns the value unchanged."""
+        if levels and type(node) in (list, tuple):
+            self._count(1)
+            return all(self.is_plain(item, levels - 1) for item in node)
+        return node is None or (type(node) is not Call and self.plain(node, levels) is not None)
+
+    def _count(self, nodes: int) -> None:
+        """Count nodes that are looked at: a small pickle can put one list at any number of
+        places.
+        """
+        try:
+            self.storages.look(nodes)
+        except CkptError:
+            raise self.malformed("its lists share too many parts") from None
+
+    def state(self) -> dict[Any, Any]:
+        return self.mapping(self.items.get("optimizer_state_dict"), "optimizer_state_dict")
+
     def entries(self, key: str) -> dict[str, TensorEntry | ExtraEntry]:
         entries: dict[str, TensorEntry | ExtraEntry] = {}
-        for name, node in mapping(self.items, key).items():
+        for name, node in self.mapping(self.items.get(key), key).items():
             entry_from = entry_of if is_tensor(node) else extra_of
             entries[str(name)] = entry_from(str(name), node, self.storages)
         return entries
@@ -78,7 +147,7 @@ class RankFile:
         """Return the entry of a contiguous tensor. Raises `CkptError` for any other node."""
         entry = entry_of(key, node, self.storages) if is_tensor(node) else None
         if entry is None or entry.storage is None or not entry.is_contiguous:
-            raise malformed(f"{self.path}: {key} is not a flat tensor")
+            raise self.malformed(f"{key} is not a flat tensor")
         return entry
 
 
@@ -139,8 +208,10 @@ def read_files(folder: str) -> RankFiles:
     if files.stage == 3 or len(models) > 1:
         problems += _rank_problems("model", models, count)
     of_run = ("zero_stage", "partition_count", "ds_version")
-    problems += _differences(files.optimizers, of_run, "optimizer_state_dict")
-    problems += _differences(files.models, ("global_steps", "dp_world_size", "ds_version"))
+    states = [file.state() for file in files.optimizers]
+    problems += _differences(files.optimizers, states, of_run)
+    of_step = ("global_steps", "dp_world_size", "ds_version")
+    problems += _differences(files.models, [file.items for file in files.models], of_step)
     if problems:
         raise CkptError(
             f"{folder} does not hold the files of all ranks of one step",
@@ -176,21 +247,25 @@ def _rank_problems(what: str, numbers: Mapping[str, tuple[int, int]], count: int
 
 
 def _differences(
-    files: Sequence[RankFile], keys: Sequence[str], inside: str | None = None
+    files: Sequence[RankFile], dicts: Sequence[Mapping[Any, Any]], keys: Sequence[str]
 ) -> list[Problem]:
-    """Return the values that should be equal in all files, and are not."""
-    dicts = [file.items for file in files]
-    if inside is not None:
-        dicts = [mapping(items, inside) for items in dicts]
+    """Return the values that should be equal in the `dicts` of all files, and are not."""
     problems = []
     for key in keys:
-        expected = plain(dicts[0].get(key))
-        for file, items in zip(files, dicts):
-            value = plain(items.get(key))
-            if value != expected:
-                text = f"{key} is {value!r}, in {files[0].path} {expected!r}"
+        values = [file.plain(items.get(key)) for file, items in zip(files, dicts)]
+        for file, value in zip(files, values):
+            if not _is_same(value, values[0]):
+                text = f"{key} is {brief(value)}, in {files[0].path} {brief(values[0])}"
                 problems.append(Problem(text, file.path))
     return problems
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Return True for two equal plain values. NaN is equal to NaN."""
+    if type(value) in (list, tuple) and type(other) in (list, tuple):
+        return len(value) == len(other) and all(map(_is_same, value, other))
+    are_both_nan = value != value and other != other
+    return are_both_nan or bool(value == other)
 
 
 def read_file(path: str) -> RankFile:
@@ -208,9 +283,8 @@ def read_file(path: str) -> RankFile:
 
 
 _TAKE_OUT = (
-    "this takes out the weights without their optimizer, trained ones in fp32, second names of"
-    " shared ones in the "
-    "model's precision"
+    "this command writes the weights alone: fp32 for trained weights, the dtype of the model for"
+    " second names of shared weights"
 )
 _WEIGHTS = (
     "import sys, torch; from pathlib import Path; "
@@ -232,8 +306,8 @@ def _to_universal(folder: str) -> str:
 
 def _zero_stage(file: RankFile) -> int:
     """Return 1, 2 or 3, as the optimizer's file says. Raises `CkptError` for anything else."""
-    state = mapping(file.items, "optimizer_state_dict")
-    stage = plain(state.get("zero_stage"))
+    state = file.state()
+    stage = file.plain(state.get("zero_stage"))
     if stage not in (1, 2, 3):
         said = f"its ZeRO stage is {stage!r}" if "zero_stage" in state else "it has no ZeRO stage"
         keys = some([key for key in state if type(key) is str], 8) or "nothing"
@@ -254,59 +328,16 @@ def _is_positive(count: Any) -> bool:
 
 
 def _partition_count(file: RankFile) -> int:
-    value = plain(mapping(file.items, "optimizer_state_dict").get("partition_count"))
+    value = file.plain(file.state().get("partition_count"))
     counts = value if type(value) is list else [value]
     if not counts or not all(map(_is_positive, counts)):
-        raise malformed(f"{file.path}: {value!r} partitions")
+        raise file.malformed(f"{brief(value)} partitions")
     if len(set(counts)) > 1:
         raise CkptError(
             f"{file.path}: its param groups are partitioned over {counts} ranks, as for experts",
             hint=_to_universal(parent(file.path)),
         )
     return int(counts[0])
-
-
-# Plain values
-
-
-def mapping(items: Mapping[Any, Any], key: Any) -> dict[Any, Any]:
-    """Return the dict under `key`, empty for None. Raises `CkptError` for anything else."""
-    pairs = {} if items.get(key) is None else pairs_of(items[key])
-    if pairs is None:
-        raise malformed(f"{key} is not a dict")
-    return pairs
-
-
-def sequence(items: Mapping[Any, Any], key: str) -> list[Any]:
-    """Return the list under `key`, empty for None. Raises `CkptError` for anything else."""
-    value = items.get(key)
-    if value is not None and type(value) not in (list, tuple):
-        raise malformed(f"{key} is not a list")
-    return list(value or ())
-
-
-def plain(node: Any, levels: int = _LEVELS) -> Any:
-    """Return a number, a text or a list of these; the value of an enum; None for other nodes and
-    for deeper lists.
-    """
-    if type(node) is int and abs(node) >= MOST:
-        return None
-    if type(node) in (bool, int, float, str, type(None)):
-        return node
-    if not levels:
-        return None
-    if type(node) in (list, tuple):
-        return type(node)(plain(item, levels - 1) for item in node)
-    if type(node) is Call and len(node.args) == 1:  # as enums are pickled
-        return plain(node.args[0], levels - 1)
-    return None
-
-
-def is_plain(node: Any, levels: int = _LEVELS) -> bool:
-    """Return True if `plain` returns the value unchanged."""
-    if levels and type(node) in (list, tuple):
-        return all(is_plain(item, levels - 1) for item in node)
-    return node is None or (type(node) is not Call and plain(node, levels) is not None)
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -327,16 +358,18 @@ def read(folder: str) -> Checkpoint:
     fit.
     """
     files = read_files(folder)
-    groups = tuple(map(_shapes, sequence(files.models[0].items, "param_shapes")))
+    first = files.models[0]
+    nodes = first.sequence(first.items.get("param_shapes"), "param_shapes")
+    groups = tuple(_shapes(first, node, "param_shapes") for node in nodes)
     notes: list[str] = []
-    read: list[RankFile] = [*files.models, *files.optimizers]
+    rank_files: list[RankFile] = [*files.models, *files.optimizers]
     if files.universal is None:
         layout, weights = _partitions(files, groups)
         title = f"ZeRO-{files.stage} of {len(files.optimizers)} ranks, gathered"
     else:
         states, parameter_files = _read_parameters(files, files.universal, groups, notes)
         weights = {name: replace(state.pop("fp32"), key=name) for name, state in states.items()}
-        read += parameter_files
+        rank_files += parameter_files
         title = f"a universal checkpoint of ZeRO-{files.stage}"
     model = Section("model", "state_dict", *_model(files, weights, notes))
     if files.universal is None:
@@ -344,24 +377,27 @@ def read(folder: str) -> Checkpoint:
     else:
         optimizer = _universal_optimizer(files.optimizers[0], groups, states, notes)
     lost = []
-    for key, value in files.models[0].items.items():
+    for key, value in first.items.items():
         if key not in _RUN_KEYS and value is not None:
             lost.append(str(key))
     if lost:
-        notes.append(f"not copied: {', '.join(lost)} of {files.models[0].path}")
+        notes.append(f"not copied: {', '.join(lost)} of {first.path}")
     return Checkpoint(
         folder,
         "deepspeed",
-        sum(file.nbytes for file in read),
+        sum(file.nbytes for file in rank_files),
         (model,) if optimizer is None else (model, optimizer),
         notes=(title, *notes),
     )
 
 
-def _shapes(group: Any) -> Shapes:
+def _shapes(file: RankFile, group: Any, title: str) -> Shapes:
     """Return the shapes of a param group's parameters."""
-    sizes = mapping({"": group}, "")
-    return {str(name): sizes_of(size) for name, size in sizes.items()}
+    shapes = {}
+    for key, node in file.mapping(group, f"an item of {title}").items():
+        name = str(key)
+        shapes[name] = file.shape(node, f"{title}: {name}")
+    return shapes
 
 
 # Partitions
@@ -373,9 +409,11 @@ class _FlatLayout:
 
     `groups` are the shapes of the parameters of each param group in order. `gaps` is the padding
     after each parameter, in elements (ZeRO-1 and -2). `sizes` are the numbers of elements of each
-    rank's flat tensors: one for each param group, or with ZeRO-3 for each part of one.
+    rank's flat tensors: one for each param group, or with ZeRO-3 for each part of one. `path` is
+    the file of rank 0.
     """
 
+    path: str
     stage: int
     groups: tuple[Shapes, ...]
     gaps: tuple[tuple[int, ...], ...]
@@ -401,7 +439,9 @@ class _FlatLayout:
             dtypes.update(tensor.dtype for tensor in tensors)
         if len(dtypes) > 1:
             raise CkptError(
-                f"the ranks' partitions have several dtypes: {', '.join(sorted(dtypes))}", hint=COPY
+                f"{self.path}: the ranks' partitions have several dtypes:"
+                f" {', '.join(sorted(dtypes))}",
+                hint=COPY,
             )
         dtype = dtypes.pop() if dtypes else "float32"
         gathered = {}
@@ -411,7 +451,7 @@ class _FlatLayout:
             if storage.nbytes != gathered[name].nbytes:
                 problem = Problem("the ranks hold too few elements", name)
                 raise CkptError(
-                    "the ranks' partitions do not hold a parameter completely",
+                    f"{self.path}: the ranks' partitions do not hold a parameter completely",
                     hint=COPY,
                     problems=[problem],
                 )
@@ -452,15 +492,16 @@ def _partitions(
 
     Every element of the partitions must be a parameter's or padding.
     """
-    states = [mapping(file.items, "optimizer_state_dict") for file in files.optimizers]
+    states = [file.state() for file in files.optimizers]
     key = "fp32_flat_groups" if files.stage == 3 else "single_partition_of_fp32_groups"
     flats = []
     sizes = []
     for file, state in zip(files.optimizers, states):
-        tensors = [file.flat(key, node) for node in sequence(state, key)]
+        tensors = [file.flat(key, node) for node in file.sequence(state.get(key), key)]
         flats.append(tensors)
         sizes.append(tuple(tensor.numel for tensor in tensors))
-    layout = _FlatLayout(files.stage, groups, _gaps(states[0], groups), tuple(sizes))
+    gaps = _gaps(files.optimizers[0], groups)
+    layout = _FlatLayout(files.optimizers[0].path, files.stage, groups, gaps, tuple(sizes))
     problems = _layout_problems(layout)
     if not problems and files.stage < 3:
         problems = _slice_problems(layout, files, states)
@@ -474,19 +515,19 @@ def _partitions(
     return layout, layout.gather(flats)
 
 
-_PADDINGS = "param_alignment_paddings"
+_PADDINGS, _SLICES = "param_alignment_paddings", "param_slice_mappings"
 
 
-def _gaps(state: Mapping[Any, Any], groups: Sequence[Shapes]) -> tuple[tuple[int, ...], ...]:
+def _gaps(file: RankFile, groups: Sequence[Shapes]) -> tuple[tuple[int, ...], ...]:
     """Return the padding after each parameter of each param group; none is saved without
     padding.
     """
-    paddings = sequence(state, _PADDINGS)
+    paddings = file.sequence(file.state().get(_PADDINGS), _PADDINGS)
     if not paddings:
         return tuple((0,) * len(shapes) for shapes in groups)
     gaps = []
     for padding in paddings:
-        gaps.append(tuple(plain(sequence({_PADDINGS: padding}, _PADDINGS))))
+        gaps.append(tuple(file.plain(file.sequence(padding, f"an item of {_PADDINGS}"))))
     return tuple(gaps)
 
 
@@ -554,8 +595,8 @@ def _slice_problems(
         begin = 0  # of the rank's part of the param group
         for file, state, numels in zip(files.optimizers, states, layout.sizes):
             end = begin + numels[index]
-            slices = sequence(state, "param_slice_mappings")[index : index + 1]
-            named = mapping({"": slices[0]}, "") if slices else {}
+            slices = file.sequence(state.get(_SLICES), _SLICES)[index : index + 1]
+            named = file.mapping(slices[0], f"an item of {_SLICES}") if slices else {}
             for name, node in named.items():
                 first, last = places.get((index, str(name)), (-1, -1))
                 expected = max(first, begin) - begin, min(last, end) - begin
@@ -588,7 +629,7 @@ def _read_parameters(
 
     Raises `CkptError`, all problems at once, if a parameter is missing or does not fit.
     """
-    read: list[RankFile] = []
+    rank_files: list[RankFile] = []
     problems: list[Problem] = []
     states: dict[str, dict[str, TensorEntry]] = {}
     for param, shape in chain(*(group.items() for group in groups)):
@@ -599,7 +640,7 @@ def _read_parameters(
         for name in names_in(folder):
             kind = name.removesuffix(".pt")
             file = read_file(join(folder, name))
-            read.append(file)
+            rank_files.append(file)
             entry = file.flat(f"state.{param}.{kind}", file.items.get("param"))
             if entry.shape in (shape, (prod(shape),)):
                 entry = replace(entry, shape=shape, stride=contiguous_stride(shape), payload=None)
@@ -618,7 +659,7 @@ def _read_parameters(
     for name in names_in(root):
         if name not in expected:
             notes.append(f"not copied: {join(root, name)} belongs to no parameter")
-    return states, read
+    return states, rank_files
 
 
 def _universal_optimizer(
@@ -630,8 +671,8 @@ def _universal_optimizer(
     """Return the optimizer's section; None, and a note, if it does not have the model's param
     groups.
     """
-    base = mapping(rest.items, "optimizer_state_dict")
-    nodes = sequence(base, "param_groups")
+    base = rest.state()
+    nodes = rest.sequence(base.get("param_groups"), "param_groups")
     options = present(map(pairs_of, nodes))
     if not len(groups) == len(nodes) == len(options):
         notes.append(
@@ -641,17 +682,18 @@ def _universal_optimizer(
         return None
     state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in states.items()}
     # of ZeRO-3: the state of rank 0, with its step
-    rank_0 = mapping(mapping(base, "optimizer_state_dict"), "state")
+    inner = rest.mapping(base.get("optimizer_state_dict"), "optimizer_state_dict")
+    rank_0 = rest.mapping(inner.get("state"), "state")
     for index, shapes in enumerate(groups):
-        for key, node in mapping(rank_0, index).items():
+        for key, node in rest.mapping(rank_0.get(index), f"state {index}").items():
             name = str(key)
-            value = rest.flat(name, node) if is_tensor(node) else plain(node)
+            value = rest.flat(name, node) if is_tensor(node) else rest.plain(node)
             if not isinstance(value, TensorEntry) or value.numel == 1:
                 for param in shapes:
                     state[param].setdefault(name, _copy(value, param, name))
             elif not all(name in state[param] for param in shapes):
                 notes.append(f"not copied: {name} of {rest.path}, which belongs to one rank alone")
-    return _optimizer_section(groups, options, state, notes)
+    return _optimizer_section(rest, groups, options, state, notes)
 
 
 # Sections
@@ -669,7 +711,8 @@ def _model(
     gathered = {**weights, **_frozen(files)}
     saved_whole = _saved_whole(files, module, gathered)
     tensors = {**saved_whole, **gathered}
-    for key, other in mapping(first.items, "shared_params").items():
+    shared_params = first.mapping(first.items.get("shared_params"), "shared_params")
+    for key, other in shared_params.items():
         name = str(key)
         shared = tensors.get(other) if type(other) is str else None
         tensors.pop(name, None)
@@ -701,9 +744,10 @@ def _saved_whole(
     others.
     """
     names = list(module)
-    if files.stage >= 3:  # which leaves placeholders
+    if files.stage >= 3:  # ZeRO-3 leaves empty tensors in place of partitioned parameters
         names = [name for name, entry in module.items() if entry.numel]
-    for name in sequence(files.models[0].items, "buffer_names"):
+    first = files.models[0]
+    for name in first.sequence(first.items.get("buffer_names"), "buffer_names"):
         if type(name) is str and name in module:
             names.append(name)
     return {name: module[name] for name in names if name not in gathered}
@@ -716,11 +760,12 @@ def _frozen(files: RankFiles) -> dict[str, TensorEntry]:
         return first.tensors("frozen_param_fragments")
     fragments = []
     for file in files.models:
-        nodes = mapping(file.items, "frozen_param_fragments")
+        fragment_nodes = file.items.get("frozen_param_fragments")
+        nodes = file.mapping(fragment_nodes, "frozen_param_fragments")
         fragments.append({str(name): node for name, node in nodes.items()})
     gathered: dict[str, TensorEntry] = {}
-    for key, size in mapping(first.items, "frozen_param_shapes").items():
-        name = str(key)
+    shapes = _shapes(first, first.items.get("frozen_param_shapes"), "frozen_param_shapes")
+    for name, shape in shapes.items():
         missing = sum(name not in nodes for nodes in fragments)
         if missing:
             raise CkptError(
@@ -728,7 +773,7 @@ def _frozen(files: RankFiles) -> dict[str, TensorEntry]:
                 hint=COPY,
                 problems=[Problem("a rank has no part of it", name)] * missing,
             )
-        layout = _FlatLayout(3, ({name: sizes_of(size)},), (), ())
+        layout = _FlatLayout(first.path, 3, ({name: shape},), (), ())
         flats = []
         for file, nodes in zip(files.models, fragments):
             flats.append([file.flat(name, nodes[name])])
@@ -743,7 +788,7 @@ def _optimizer(files: RankFiles, layout: _FlatLayout, notes: list[str]) -> Secti
     key = "optimizer_state_dict" if files.stage == 3 else "base_optimizer_state"
     bases: list[Any] = []
     for file in files.optimizers:
-        base = mapping(file.items, "optimizer_state_dict").get(key)
+        base = file.state().get(key)
         if not _has_current_layout(base, len(layout.groups)):
             notes.append(
                 f"the optimizer is not read: {key} of {file.path} does not have"
@@ -753,19 +798,24 @@ def _optimizer(files: RankFiles, layout: _FlatLayout, notes: list[str]) -> Secti
         bases.append(base)
     param_groups = [base["param_groups"] for base in bases]
     problems = _option_problems(param_groups, files.optimizers)
-    ids = list(chain(*(sequence(group, "params") for group in param_groups[0])))
+    ids = list(chain(*(group["params"] for group in param_groups[0])))
     by_rank = []  # the state of each flat parameter
-    for base in bases:
-        by_rank.append([mapping(base["state"], param) for param in ids])
-    names: dict[str, None] = {}
-    for values in chain(*by_rank):
-        names.update(dict.fromkeys(map(str, values)))
+    for file, base in zip(files.optimizers, bases):
+        nodes_by_id = base["state"]
+        by_rank.append([file.mapping(nodes_by_id.get(id_), f"state {id_}") for id_ in ids])
+    keys = dict.fromkeys(chain(*chain(*by_rank)))
     state: dict[str, dict[str, Any]] = {param: {} for param in chain(*layout.groups)}
-    for name in names:
-        nodes = []
+    for name, count in Counter(map(str, keys)).items():
+        if count > 1:
+            problems.append(Problem("two keys of the state are the same as text", name))
+    for slot in keys:
+        name = str(slot)
+        slot_nodes = []
         for flat_states in by_rank:
-            nodes.append([values.get(name) for values in flat_states])
-        for param, value in _gathered(name, nodes, files.optimizers, layout, problems).items():
+            slot_nodes.append([values.get(slot) for values in flat_states])
+        values, problem = _gathered(name, slot_nodes, files.optimizers, layout)
+        problems += [] if problem is None else [problem]
+        for param, value in values.items():
             state[param][name] = value
     if problems:
         raise CkptError(
@@ -773,7 +823,8 @@ def _optimizer(files: RankFiles, layout: _FlatLayout, notes: list[str]) -> Secti
             hint=COPY,
             problems=problems,
         )
-    return _optimizer_section(layout.groups, param_groups[0], state, notes)
+    first = files.optimizers[0]
+    return _optimizer_section(first, layout.groups, param_groups[0], state, notes)
 
 
 def _has_current_layout(base: Any, groups: int) -> bool:
@@ -801,10 +852,12 @@ def _option_problems(
     problems = []
     for by_rank in zip(*param_groups):
         for name in dict.fromkeys(chain(*by_rank)):
-            values = [plain(options.get(name)) for options in by_rank]
+            values = []
+            for file, options in zip(files, by_rank):
+                values.append(file.plain(options.get(name)))
             for file, value in zip(files, values):
-                if value != values[0]:
-                    text = f"{name} is {value!r}, and {values[0]!r} on rank 0"
+                if not _is_same(value, values[0]):
+                    text = f"{name} is {brief(value)}, and {brief(values[0])} on rank 0"
                     problems.append(Problem(text, file.path))
     return problems
 
@@ -814,10 +867,9 @@ def _gathered(
     nodes: Sequence[Sequence[Any]],
     files: Sequence[RankFile],
     layout: _FlatLayout,
-    problems: list[Problem],
-) -> dict[str, Any]:
-    """Return parameter -> its value of the state `name`: from the flat tensors, or one value that
-    all ranks have.
+) -> tuple[dict[str, Any], Problem | None]:
+    """Return parameter -> its value of the state `name`, from the flat tensors, or one value that
+    all ranks have; and the problem if there is neither.
     """
     values: list[Any] = []  # of all ranks
     flats: list[list[TensorEntry]] = []
@@ -829,27 +881,34 @@ def _gathered(
                 values.append(flat)
                 flats_of_rank.append(flat)
             else:
-                values.append(plain(node))
+                values.append(file.plain(node))
         flats.append(flats_of_rank)
-    if all(map(_has_sizes, flats, layout.sizes)):
-        gathered = layout.gather(flats)
-        return {p: replace(entry, key=f"state.{p}.{name}") for p, entry in gathered.items()}
+    if _have_sizes(flats, layout):
+        state = {}
+        for param, entry in layout.gather(flats).items():
+            state[param] = replace(entry, key=f"state.{param}.{name}")
+        return state, None
     value = values[0]
     if not all(_is_same_number(value, other) for other in values):
-        problems.append(
-            Problem("has neither the shape of the partitions nor one value on all ranks", name)
-        )
-        return {}
-    return {param: _copy(value, param, name) for param in chain(*layout.groups)}
+        text = "has neither the shape of the partitions nor one value on all ranks"
+        return {}, Problem(text, name)
+    return {param: _copy(value, param, name) for param in chain(*layout.groups)}, None
 
 
-def _has_sizes(flats: Sequence[TensorEntry], sizes: Sequence[int]) -> bool:
-    """Return True if there is a flat tensor of at least each size."""
-    if len(flats) != len(sizes):
-        return False
-    for flat, size in zip(flats, sizes):
-        if len(flat.shape) != 1 or flat.numel < size:
+def _have_sizes(flats: Sequence[Sequence[TensorEntry]], layout: _FlatLayout) -> bool:
+    """Return True if the flat tensors of each rank have the sizes of the layout.
+
+    The end of a param group of ZeRO-1 and -2 is padded. The weights are saved without this padding,
+    the state of the last rank with it.
+    """
+    last = len(flats) - 1
+    for rank, (tensors, sizes) in enumerate(zip(flats, layout.sizes)):
+        if len(tensors) != len(sizes):
             return False
+        most_padding = 2 * len(flats) - 1 if rank == last and layout.stage < 3 else 0
+        for tensor, size in zip(tensors, sizes):
+            if len(tensor.shape) != 1 or not size <= tensor.numel <= size + most_padding:
+                return False
     return True
 
 
@@ -857,10 +916,11 @@ def _is_same_number(value: Any, other: Any) -> bool:
     """Return True for two equal numbers, or tensors of one equal element."""
     if isinstance(value, TensorEntry):
         return value.numel == 1 and isinstance(other, TensorEntry) and same_values(value, other)
-    return type(other) in (int, float, bool) and value == other
+    return type(other) in (int, float, bool) and _is_same(value, other)
 
 
 def _optimizer_section(
+    file: RankFile,
     groups: Sequence[Shapes],
     options: Sequence[Mapping[str, Any]],
     state: Mapping[str, Mapping[str, Any]],
@@ -872,8 +932,8 @@ def _optimizer_section(
         for name, value in options[index].items():
             if name == "params":
                 continue
-            if is_plain(value):
-                group[name] = plain(value)
+            if file.is_plain(value):
+                group[name] = file.plain(value)
             else:
                 notes.append(
                     f"not copied: {name} of param group {index}, which is neither a number nor text"

@@ -704,7 +704,7 @@ def test_the_hint_for_a_split_model_extracts_the_weights(
     done = run("inspect", step)
     assert done.status == 2
     assert "split by layers, by experts or within tensors" in done.err
-    words = shlex.split(done.err.rpartition("precision: ")[2])
+    words = shlex.split(done.err.rpartition("shared weights: ")[2])
     subprocess.run([sys.executable, *words[1:-1], str(tmp_path / "OUT.pt")], check=True)
     found = torch.load(tmp_path / "OUT.pt")
     whole = gathered(universal, run, tmp_path / "whole.pt")["model"]
@@ -828,3 +828,115 @@ def test_flipped_bytes_are_an_error_or_change_values(
     shutil.copytree(folder, tmp_path / "run")
     files = sorted(path for path in (tmp_path / "run").rglob("*.pt") if path.name != "whole.pt")
     check_flips(run, tmp_path / "run", files, folder.name)
+
+
+@pytest.mark.parametrize("rank", ["first", "last"])
+def test_only_the_last_rank_pads_its_state(
+    zero_folder: Path, run: Run, tmp_path: Path, rank: str
+) -> None:
+    """DeepSpeed saves the weights of ZeRO-1 and -2 without the padding at their end, and the state
+    with it.
+    """
+    step = shutil.copytree(zero_folder, tmp_path / "run") / "global_step2"
+    path = _ranks(step)[0 if rank == "first" else -1]
+
+    def pad(state: dict[str, Any]) -> None:
+        slots = _base(state)["state"][0]
+        slots["exp_avg"] = torch.cat([slots["exp_avg"], torch.zeros(1)])
+
+    edited(path, lambda content: pad(content["optimizer_state_dict"]))
+    done = run("remap", tmp_path / "run", "-o", tmp_path / "whole.pt")
+    if rank == "first" or zero_folder.name.startswith("zero-3"):
+        assert (done.status, "all ranks @ exp_avg" in done.err) == (2, True), done.err
+        return
+    assert done.status == 0, done.err
+    expected = torch.load(zero_folder / "whole.pt")["optimizer"]
+    state = torch.load(tmp_path / "whole.pt")["optimizer"]["state"]
+    for name, moments in expected.items():
+        assert torch.equal(state[name]["exp_avg"].flatten(), moments["exp_avg"].flatten())
+
+
+def test_options_that_are_nan_on_all_ranks_are_kept(
+    zero_folder: Path, run: Run, tmp_path: Path
+) -> None:
+    step = shutil.copytree(zero_folder, tmp_path / "run") / "global_step2"
+    options = {"lr": float("nan"), "betas": (0.5, float("nan"))}
+    _all(lambda raw: _base(raw)["param_groups"][0].update(options))(step)
+    done = run("remap", tmp_path / "run", "-o", tmp_path / "whole.pt")
+    assert done.status == 0, done.err
+    group = torch.load(tmp_path / "whole.pt")["optimizer"]["param_groups"][0]
+    assert (repr(group["lr"]), repr(group["betas"])) == ("nan", "(0.5, nan)")
+
+
+def _with_slot(name: object, value: int) -> Callable[[dict[str, Any]], None]:
+
+    def add(raw: dict[str, Any]) -> None:
+        for slots in _base(raw)["state"].values():
+            slots[name] = value
+
+    return add
+
+
+def test_names_of_state_that_are_numbers_are_read(
+    zero_folder: Path, run: Run, tmp_path: Path
+) -> None:
+    step = shutil.copytree(zero_folder, tmp_path / "run") / "global_step2"
+    _all(_with_slot("own", 7))(step)
+    _all(_with_slot(5, 6))(step)
+    done = run("remap", tmp_path / "run", "-o", tmp_path / "whole.pt")
+    assert done.status == 0, done.err
+    state = torch.load(tmp_path / "whole.pt")["optimizer"]["state"]
+    assert {(slots["own"], slots["5"]) for slots in state.values()} == {(7, 6)}
+    _all(_with_slot("5", 6))(step)
+    done = run("inspect", tmp_path / "run")
+    assert (done.status, "two keys of the state are the same as text @ 5" in done.err) == (2, True)
+
+
+def shared_lists() -> list[Any]:
+    """Return a list of few objects, at 400 to the power of four places."""
+    content: list[Any] = [1] * 400
+    for _ in range(3):
+        content = [content] * 400
+    return content
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _rank(0, lambda raw: _set(raw, partition_count=shared_lists())),
+        _rank(0, lambda raw: _set(raw, zero_stage=shared_lists())),
+        _all(lambda raw: _set(raw, param_alignment_paddings=shared_lists())),
+        _all(lambda raw: _set(_base(raw)["param_groups"][0], more=shared_lists())),
+        _all(lambda raw: _set(_base(raw)["state"][0], more=shared_lists())),
+    ],
+    ids=["partition_count", "zero_stage", "paddings", "option", "state"],
+)
+def test_lists_that_share_their_parts_are_refused(
+    run: Run, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    shutil.copytree(FOLDERS[0], tmp_path / "run")
+    damage(tmp_path / "run" / "global_step2")
+    done = run("inspect", tmp_path / "run")
+    assert (done.status, "its lists share too many parts" in done.err) == (2, True), done.err
+    assert "optim_states.pt: " in done.err
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ([5], "model_states.pt: an item of param_shapes is not a dict"),
+        (5, "model_states.pt: param_shapes is not a list"),
+        (
+            [{"emb.weight": (4, -1)}],
+            "model_states.pt: param_shapes: emb.weight: sizes (4, -1)",
+        ),
+    ],
+)
+def test_errors_name_the_file_and_the_item(
+    zero_folder: Path, run: Run, tmp_path: Path, shapes: object, message: str
+) -> None:
+    step = shutil.copytree(zero_folder, tmp_path / "run") / "global_step2"
+    for path in step.glob("*model_states.pt"):
+        edited(path, lambda content: _set(content, param_shapes=shapes))
+    done = run("inspect", tmp_path / "run")
+    assert (done.status, message in done.err) == (2, True), done.err
