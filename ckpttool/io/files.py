@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from ckpttool.core.checkpoint import Span
 from ckpttool.core.errors import CkptError
-from ckpttool.io import handles, progress, sources, transaction
+from ckpttool.io import handles, progress, sources, temporary, transaction
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import comparing_checksums, same_data
 
@@ -335,5 +335,5 @@ def settle(path: str) -> None:
     for folder, names in places(path).items():
         if names is None:
             # a new folder is staged next to the old one
-            transaction.recover(os.path.dirname(folder), ())
+            temporary.remove_left(os.path.dirname(folder))
         transaction.recover(folder, names)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, NamedTuple, Union
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.text import shell
@@ -30,7 +31,13 @@ from ckpttool.io.temporary import EDIT, owner_of, staged_file
 _SCHEMA = "ckpttool.record/1"
 UNDO = ".ckpttool.undo"  # ends the name of a record that `undo` reads
 _NUMBERS = ("before", "start", "length")
-_Stat = Union[tuple[int, int], None]
+
+
+class FileState(NamedTuple):
+    """What tells a file from one that replaced it: its size in bytes, and when it changed (ns)."""
+
+    size: int
+    mtime_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +87,12 @@ class Patched:
 class Replaced:
     """How to restore a file that was replaced, added (no `old` name), or removed (no `state`).
 
-    `state`: size and mtime (ns) of the new file.
+    `state` is the new file's.
     """
 
     name: str
     old: str | None
-    state: _Stat
+    state: FileState | None
 
     def is_sound(self, folder: Path) -> bool:
         """Return True if the row can be one that we wrote."""
@@ -115,12 +122,12 @@ class Replaced:
 Row = Union[Patched, Replaced]
 
 
-def state_of(path: Path) -> _Stat:
+def state_of(path: Path) -> FileState | None:
     try:
         state = path.lstat()
     except OSError:
         return None
-    return state.st_size, state.st_mtime_ns
+    return FileState(state.st_size, state.st_mtime_ns)
 
 
 # Records: a line of JSON, then the bytes that the patches write
@@ -173,16 +180,37 @@ def parse(data: bytes, place: Path) -> list[Row]:
                 rows.append(patched)
         if value["schema"] != _SCHEMA or rest or not rows or not are_sound:
             raise ValueError("it contradicts itself")
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        hint = f"look at it, and remove it: {shell('rm', str(place))}"
-        raise CkptError(f"{place} cannot be read: {error}", hint=hint) from error
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+        raise _damaged(place, str(error)) from error
     return rows
 
 
+def _damaged(record: Path, reason: str) -> CkptError:
+    is_folder = record.is_dir() and not record.is_symlink()
+    command = shell(*(("rm", "-r") if is_folder else ("rm",)), str(record))
+    return CkptError(
+        f"{record} cannot be read: {reason}", hint=f"look at it, and remove it: {command}"
+    )
+
+
+def _read_record(place: Path) -> bytes:
+    """Read the record or journal. Raises OSError if it is missing or this user may not read it, and
+    `CkptError` for anything but a regular file: reading a pipe would wait without end.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    if not stat.S_ISREG(place.lstat().st_mode):
+        raise _damaged(place, "it is not a regular file")
+    with open(os.open(place, flags), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise _damaged(place, "it is not a regular file")
+        return file.read()
+
+
 def _replaced(file: Mapping[str, Any]) -> Replaced:
-    state = file["state"]
-    if state:
-        state = int(state[0]), int(state[1])
+    state = None
+    if file["state"] is not None:
+        size, mtime_ns = file["state"]
+        state = FileState(int(size), int(mtime_ns))
     return Replaced(file["name"], file["old"], state)
 
 
@@ -240,6 +268,7 @@ def _journaled(
                 if fsync:
                     sync_folder(folder)
                 yield
+                # `staged_file` removes what has the name `staged` at the end
                 os.rename(journal, record if keep else staged)
             except OSError as error:
                 try:
@@ -313,7 +342,7 @@ def _ways_back(path: Path) -> dict[str, PatchRecord]:
     """
     record = record_of(path)
     try:
-        rows = [row for row in parse(record.read_bytes(), record) if isinstance(row, Patched)]
+        rows = [row for row in parse(_read_record(record), record) if isinstance(row, Patched)]
     except OSError:
         raise nothing(path) from None
     if not rows:
@@ -429,7 +458,7 @@ class Begun:
         folder = self.journal.parent
         try:
             with locked(folder):
-                for row in parse(self.journal.read_bytes(), self.journal):
+                for row in parse(_read_record(self.journal), self.journal):
                     if not row.restore(folder):
                         raise CkptError(
                             f"{folder / row.name} is not the file that an interrupted edit was of",
@@ -460,17 +489,17 @@ def begun(folder: str | Path, names: Collection[str] | None = None) -> list[Begu
     for path in journals:
         with suppress(FileNotFoundError):  # it has just ended
             edit = _begun(path)
-            may_be_about = names is None or (names and edit.names is None)
+            may_be_about = names is None or edit.names is None
             if may_be_about or not set(names or ()).isdisjoint(edit.names or ()):
                 unfinished.append(edit)
     return unfinished
 
 
 def _begun(journal: Path) -> Begun:
-    state = journal.stat()
+    state = journal.lstat()
     about, is_undo = None, False
     with suppress(PermissionError):
-        data = journal.read_bytes()
+        data = _read_record(journal)
         about = tuple(row.name for row in parse(data, journal))
         is_undo = bool(json.loads(data.partition(b"\n")[0]).get("undo"))
     is_mine = temporary.is_mine(state)
@@ -536,7 +565,7 @@ def check_over(name: str, target: str, since: float | None, *, force: bool = Fal
 
 def being_edited(target: object) -> CkptError:
     return CkptError(
-        f"{target} is just being edited by another process", hint="run it again when that has ended"
+        f"{target} is being edited by another process", hint="run it again when that has ended"
     )
 
 
@@ -547,7 +576,9 @@ def interrupted(target: str) -> CkptError:
     )
 
 
-def nothing(path: object) -> CkptError:
+def nothing(path: Path) -> CkptError:
+    if not os.path.lexists(path):
+        return CkptError(f"no such file: {path}", hint="check its name")
     hint = "only the last edit that `ckpttool remap --in-place` made can be undone"
     return CkptError(f"{path}: nothing to undo", hint=hint)
 

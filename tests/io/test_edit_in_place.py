@@ -187,7 +187,7 @@ def test_edit_is_recovered_only_if_its_process_is_dead(
         kill_after("apply", ["remap", str(source), "--rule", "a.{x} => z.{x}", "--in-place"])
         journal = next(Path().glob(".*.edit")).rename(f"{name}edit")
     else:
-        row = transaction.Replaced(str(source), f"{name}tmp", (0, 0))
+        row = transaction.Replaced(str(source), f"{name}tmp", transaction.FileState(0, 0))
         source.rename(str(row.old))
         save_file({"a.w": torch.zeros(1)}, source)
         journal = Path(f"{name}edit")
@@ -197,7 +197,7 @@ def test_edit_is_recovered_only_if_its_process_is_dead(
     status, _, err = run("undo", source)
     if not recovers:
         assert (status, source.read_bytes(), journal.exists()) == (2, before, True)
-        assert ("on another machine or in another container" if other else "just being") in err
+        assert ("on another machine or in another container" if other else "is being edited") in err
         status = run("undo", source, "--force").status
     assert (status, journal.exists()) == ((2, True) if other == {} else (0, False))
 
@@ -238,6 +238,67 @@ def test_journal_with_an_invalid_file_name_is_refused(source: Path, run: Run) ->
         status, _, err = run("inspect", source)
         assert status == 2
         assert "cannot be read" in err
+
+
+JOURNAL = ".in.safetensors.00000000-00000000-1-2-3-00000000.ckpttool.edit"
+RECORD = ".in.safetensors.ckpttool.undo"
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def make_link(path: Path) -> None:
+    os.mkfifo("pipe")
+    path.symlink_to("pipe")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+@pytest.mark.parametrize("make", [make_pipe, make_folder, make_link])
+@pytest.mark.parametrize("name", [JOURNAL, RECORD])
+def test_journal_or_record_that_is_no_file_is_refused_at_once(
+    source: Path, run: Run, name: str, make: Callable[[Path], None]
+) -> None:
+    """Reading a named pipe would wait for a process that writes to it."""
+    make(source.with_name(name))
+    lines = [["undo", str(source)]]
+    if name == JOURNAL:
+        lines += [
+            ["inspect", str(source)],
+            ["remap", str(source), "--rule", "a.{x} => z.{x}", "--in-place"],
+        ]
+    for line in lines:
+        status, _, err = run(*line)
+        assert status == 2
+        assert f"{name} cannot be read: it is not a regular file" in err
+    os.system(err.split("remove it: ")[1].strip())
+    assert run("inspect", source).status == 0
+    assert "nothing to undo" in run("undo", source).err
+
+
+@pytest.mark.parametrize("state", [[], [1], [1, 2, 3], 0, 5, "x", [None, 1], {"a": 1}, [[1], 2]])
+@pytest.mark.parametrize("name", [JOURNAL, RECORD])
+def test_damaged_state_in_a_journal_or_record_is_refused(
+    source: Path, run: Run, name: str, state: object
+) -> None:
+    row = {"name": source.name, "old": None, "state": state}
+    record = {"schema": "ckpttool.record/1", "files": [row]}
+    source.with_name(name).write_text(json.dumps(record) + "\n")
+    commands = ["undo", "inspect"] if name == JOURNAL else ["undo"]
+    for command in commands:
+        status, _, err = run(command, source)
+        assert status == 2
+        assert f"{name} cannot be read: " in err
+        assert "look at it, and remove it: rm " in err
+
+
+def test_undo_of_a_missing_file_says_so(source: Path, run: Run) -> None:
+    status, _, err = run("undo", source.with_name("absent.safetensors"))
+    assert (status, "no such file: " in err, "nothing to undo" in err) == (2, True, False)
 
 
 @pytest.mark.parametrize(
@@ -337,7 +398,7 @@ def test_locked_file_is_not_edited(source: Path, run: Run) -> None:
     with transaction.locked(source.resolve()):
         status, _, err = run("remap", source, "--rule", "a.{x} => z.{x}", "--in-place")
     assert status == 2
-    assert "just being edited" in err
+    assert "is being edited" in err
     assert "a.w" in load_file(source)
 
 

@@ -320,7 +320,7 @@ def test_locked_file_cannot_be_locked_again(tmp_path: Path) -> None:
     with open(tmp_path / "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with (
-            pytest.raises(CkptError, match="just being edited"),
+            pytest.raises(CkptError, match="is being edited"),
             transaction.locked(tmp_path / "a"),
         ):
             pass
