@@ -95,7 +95,7 @@ def _flat(checkpoint: Checkpoint, target: Format, keep_aliases: bool) -> Checkpo
     problems = _more_than_tensors(checkpoint)
     if problems:
         raise Refused(
-            f"{target.title} holds tensors only, and one state dict",
+            f"OUT ({target.title}) holds tensors only, and one state dict",
             hint=_hint(checkpoint),
             problems=problems,
         )

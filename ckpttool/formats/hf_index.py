@@ -15,7 +15,7 @@ _INDEX = object_of({"weight_map": map_of(TEXT)}, {"metadata": OBJECT})
 
 def read_index(path: str) -> tuple[str, dict[str, Any]]:
     """Return the index as text and as an object: ``weight_map`` maps keys to names of shards, which
-    are not checked.
+    are not checked; ``./`` before them is left out.
 
     Raises `CkptError`, every problem at its JSON path, for anything else.
     """
@@ -33,4 +33,9 @@ def read_index(path: str) -> tuple[str, dict[str, Any]]:
     check(_INDEX, index, message, hint)
     if not index["weight_map"]:
         raise CkptError(f"{message}: it has no weight_map", hint=hint)
-    return text, index
+    weight_map = {}
+    for key, name in index["weight_map"].items():
+        while name.startswith("./"):
+            name = name.removeprefix("./").lstrip("/")
+        weight_map[key] = name
+    return text, {**index, "weight_map": weight_map}

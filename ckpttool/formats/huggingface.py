@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry, Unreached
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.tables import by_key
-from ckpttool.core.text import Note, plural, some
+from ckpttool.core.text import Note, plural, shell, some
 from ckpttool.core.values import dataclass, many_objects
 from ckpttool.formats import safetensors, torch_zip, torchao
 from ckpttool.formats.folders import shards_of, stem_of_shards
 from ckpttool.formats.hf_index import read_index
 from ckpttool.formats.registry import format_named, recognize
 from ckpttool.io.files import is_file, look_ahead
+from ckpttool.io.paths import is_inside, is_url, parent, safe_path
 from ckpttool.io.paths import name as name_of
-from ckpttool.io.paths import parent, safe_path
 from ckpttool.io.pieces import Edited, Files, Piece, Pieces
 
 SAFETENSORS, BIN = "sharded", "sharded_bin"  # names in the table of formats
@@ -41,14 +41,14 @@ _AN_ENTRY, _METADATA, _HEAD, _UNKNOWN = 60, 64, 4096, 1 << 17
 @dataclass(frozen=True, slots=True, eq=False)
 class Shards:
     """The container of this format: the name of the index, its text and value, and each shard's
-    index by name. `disagrees`: the index names other keys than the shards have.
+    index by name. `is_stale`: the index is missing, or does not say of each key which shard has it.
     """
 
     name: str
     text: str
     index: Mapping[str, Any]
     shards: Mapping[str, Checkpoint]
-    disagrees: bool = False
+    is_stale: bool = False
 
 
 # Plan
@@ -123,7 +123,7 @@ def read(path: str) -> Checkpoint:
         notes = _disagreements(index["weight_map"], home, again)
     else:
         index = {"metadata": {}, "weight_map": home}
-        notes = [Note(NO_INDEX.format(folder), "no-index"), *_disagreements(home, home, again)]
+        notes = [Note(no_index(folder), "no-index"), *_disagreements(home, home, again)]
     unreached: list[Unreached] = []
     for name, shard in shards.items():
         unreached += [storage.of(name) for storage in shard.unreached]
@@ -133,7 +133,7 @@ def read(path: str) -> Checkpoint:
         len(text.encode()) + sum(shard.nbytes for shard in shards.values()),
         (section,),
         metadata=_common([shard.metadata for shard in shards.values()]),
-        container=Shards(name_of(path), text, index, shards, disagrees=bool(notes)),
+        container=Shards(name_of(path), text, index, shards, is_stale=bool(notes)),
         notes=(*notes, *_size_notes(index, section), *torchao.remark(section.tensors)),
         unreached=tuple(unreached),
     )
@@ -160,7 +160,8 @@ def _read_shards(
             problems += shard
     if len({shard.format for shard in shards.values()}) > 1:
         for name, shard in shards.items():
-            problems.append(Problem(f"a {shard.format} file among others", name))
+            title = format_named(shard.format).title
+            problems.append(Problem(f"is in another format than other shards: {title}", name))
     return shards, problems
 
 
@@ -203,10 +204,13 @@ def _merged(shards: Mapping[str, Checkpoint], weight_map: Mapping[str, str] | No
     return _Merged(section, home, again)
 
 
-NO_INDEX = (
-    "{0} holds shards without their index, which from_pretrained does not read: `ckpttool convert"
-    " {0} -o OUT/` writes one"
-)
+def no_index(folder: str) -> str:
+    """Return the text of a note on shards that have no index."""
+    command = shell("ckpttool", "convert", folder, "-o", "OUT/")
+    return (
+        f"{folder} holds shards without their index, which from_pretrained does not read:"
+        f" `{command}` writes one"
+    )
 
 
 def _disagreements(
@@ -238,11 +242,11 @@ def _disagreements(
 
 
 def holds_unused_bytes(checkpoint: Checkpoint) -> bool:
-    """Return whether a new index would be another one: it disagrees with the shards, or is
-    missing.
+    """Return whether a copy gets another index: the present one is missing, or does not fit the
+    shards. A key that is in several shards is in one shard of the copy.
     """
     container = checkpoint.container
-    return isinstance(container, Shards) and container.disagrees
+    return isinstance(container, Shards) and container.is_stale
 
 
 def _heads(index: Mapping[str, Any], names: Sequence[str]) -> dict[str, int]:
@@ -275,7 +279,7 @@ def _is_state_dict(shard: Checkpoint) -> bool:
 def _read_shard(folder: str, name: str) -> Checkpoint | list[Problem]:
     path = safe_path(folder, name)
     if path is None:
-        return [Problem("the index leads out of its folder", name)]
+        return [Problem(_why_unsafe(folder, name), name or '""')]
     if not is_file(path):
         return [Problem("the shard is missing", name)]
     try:
@@ -290,6 +294,14 @@ def _read_shard(folder: str, name: str) -> Checkpoint | list[Problem]:
     if not _is_state_dict(shard):
         return [Problem("does not hold one state dict", name)]
     return shard
+
+
+def _why_unsafe(folder: str, name: str) -> str:
+    """Return what is wrong with a name for which `safe_path` has no path."""
+    is_link = is_inside(name) and not is_url(folder)
+    if is_link or name.startswith("/") or ".." in name.split("/"):
+        return "the index leads out of its folder"
+    return "is not the plain name of a file in the folder of the index"
 
 
 def _size_notes(index: Mapping[str, Any], section: Section) -> tuple[str, ...]:

@@ -152,7 +152,9 @@ class Format:
         return self._has("holds_unused_bytes")
 
     def holds_unused_bytes(self, checkpoint: Checkpoint) -> bool:
-        """Return whether the file holds bytes that its index no longer lists."""
+        """Return whether a copy differs although nothing changes: it drops bytes that the index no
+        longer lists, or gets an index that fits.
+        """
         return self.drops_unused_bytes and bool(self._call("holds_unused_bytes", checkpoint))
 
     @property

@@ -161,7 +161,15 @@ ATTRIBUTES = frozenset(_ATTRIBUTES.split())
 
 
 def read_graph(program: Program) -> Any:
-    """Return ``models/M.json``. Raises `CkptError` if it has no signature that can be read."""
+    """Return ``models/M.json``. Raises `CkptError` if it has no signature that can be read, and for
+    compiled code.
+    """
+    if program.compiled:
+        raise CkptError(
+            f"{program.archive.path} is compiled code, which does not say how its model loads and"
+            " saves weights",
+            hint="name the file that torch.export.save wrote, or a function that makes the model",
+        )
     model = read_json(program.archive, program.model, _MODEL, "torch.export.save")
     if not all(_specs(model)):
         raise damaged(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import shutil
 import struct
 from collections.abc import Mapping
@@ -326,6 +327,57 @@ def test_all_contradictions_are_reported(tmp_path: Path) -> None:
     assert "missing" in places["gone.safetensors"]
     assert "leads out" in places["../secret.safetensors"]
     assert "leads out" in places["/etc/passwd"]
+
+
+def test_shards_named_with_a_dot_and_slash_are_read(llama: Path, tmp_path: Path, run: Run) -> None:
+    """transformers reads them, as joined with the name of the folder."""
+    folder = shutil.copytree(llama, tmp_path / "m")
+    index = json.loads((folder / INDEX).read_text())
+    names = index["weight_map"]
+    index["weight_map"] = {key: f"./{name}" for key, name in names.items()}
+    (folder / INDEX).write_text(json.dumps(index))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    expected = dict(model.state_dict())
+    remap(folder, "-o", tmp_path / "one.safetensors", "--max-shard-size", "1GB")
+    found = load_file(tmp_path / "one.safetensors")
+    assert found.keys() == names.keys() <= expected.keys()
+    assert all(torch.equal(value, expected[key]) for key, value in found.items())
+    assert "index" not in run("inspect", folder).err
+    remap(folder, "-o", f"{tmp_path}/out/", "--rule", RULE)
+    written = json.loads((tmp_path / "out" / INDEX).read_text())
+    assert set(written["weight_map"].values()) == set(names.values())
+
+
+@pytest.mark.parametrize("name", ["", ".", "a\0b", "sub/./b.safetensors", "sub//b.safetensors"])
+def test_a_shard_without_a_plain_name_is_named(tmp_path: Path, run: Run, name: str) -> None:
+    shards = {"a.safetensors": {"a": torch.ones(2)}}
+    path = write(tmp_path / "m", shards, weight_map={"a": "a.safetensors", "b": name})
+    done = run("inspect", path, "--format", "json")
+    assert done.status == 2
+    (problem,) = done.data["problems"]
+    assert "is not the plain name of a file in the folder" in problem["problem"]
+    assert problem["key"]
+
+
+def test_the_note_on_a_missing_index_has_a_command_that_runs(tmp_path: Path, run: Run) -> None:
+    shards = {
+        "model-00001-of-00002.safetensors": {"a": torch.ones(2)},
+        "model-00002-of-00002.safetensors": {"b": torch.ones(2)},
+    }
+    folder = tmp_path / "with a space"
+    write(folder, shards).unlink()
+    command = run("inspect", folder).err.split("`")[1]
+    program, *words = shlex.split(command)
+    assert (program, words[-1]) == ("ckpttool", "OUT/")
+    assert run(*words[:-1], f"{tmp_path}/out/").status == 0
+    assert (tmp_path / "out" / INDEX).exists()
+
+
+def test_shards_of_several_formats_are_named_by_title(tmp_path: Path, run: Run) -> None:
+    shards = {"a.safetensors": {"a": torch.ones(2)}, "b.bin": {"b": torch.ones(2)}}
+    done = run("inspect", write(tmp_path / "m", shards))
+    assert done.status == 2
+    assert "is in another format than other shards: torch.save" in done.err
 
 
 def test_a_wrong_total_size_is_reported_and_fixed(tmp_path: Path) -> None:

@@ -179,6 +179,20 @@ def test_weights_inside_the_code_are_refused_with_a_hint(
     done = run("swap-weights", path, tmp_path / "new.pt", "-o", tmp_path / "out.pt2")
     assert (done.status, "package_constants_on_disk_format" in done.err) == (1, True)
     assert not (tmp_path / "out.pt2").exists()
+    assert_is_no_model(run, path, tmp_path / "new.pt")
+
+
+def assert_is_no_model(run: Run, package: str, checkpoint: Path) -> None:
+    for words in (["trace", package], ["diff", checkpoint, "--model", package]):
+        done = run(*words)
+        assert done.status == 2
+        assert f"{package} is compiled code, which does not say how" in done.err
+
+
+@needs_compiler
+def test_compiled_code_with_weights_is_no_model(package, run: Run, tmp_path: Path) -> None:
+    torch.save(Model(1).state_dict(), tmp_path / "new.pt")
+    assert_is_no_model(run, package, tmp_path / "new.pt")
 
 
 # Packages built by hand, without a compiler
