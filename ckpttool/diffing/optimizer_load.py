@@ -23,7 +23,7 @@ from ckpttool.core.optimizer_state import (
     numbered,
 )
 from ckpttool.core.tables import positions
-from ckpttool.core.text import Info, Note, plural, some
+from ckpttool.core.text import Info, Note, plural, shell, some
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import SIDES, Cause, Code
 from ckpttool.diffing.result import HARMLESS, Entry, Remedy, only_right
@@ -241,8 +241,8 @@ def _with_old_model(
         text = (
             f"{next(iter(foreign))} is not in {target.names.model}, and {missing[0][0]} is not in"
             " the file: if they are one tensor, name the old code and the rename: ckpttool remap"
-            f" CKPT --model OLD --rule 'FROM => TO' --to-model {target.names.model} --to-optimizer"
-            " OPTIMIZER -o OUT"
+            f" CKPT --model OLD --rule 'FROM => TO' {shell('--to-model', target.names.model)}"
+            " --to-optimizer OPTIMIZER -o OUT"
         )
         return replace(fit, remedy=None, notes=(*fit.notes, Note(text, "optimizer-names")))
     # else one of them has frozen parameters

@@ -13,6 +13,7 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.names import HOOK, Hook, Names, OptimizerParam, RuntimeTensor
 from ckpttool.core.options import OptimizerOptions, expand_options
 from ckpttool.core.schema import COUNT, SHAPE, TEXT, TEXTS, either, map_of, nullable, record
+from ckpttool.core.text import shell
 from ckpttool.core.values import dataclass, public
 from ckpttool.naming.match import NameTables, base_names
 from ckpttool.naming.wrappers import TABLE
@@ -125,7 +126,8 @@ def explain(name: str, model: Any, **options: Unpack[OptimizerKeywords]) -> Expl
     """
     names = trace(model, **options)
     tables = NameTables(names)
-    tensor, *others = _named(names, tables, name)
+    operand = model if isinstance(model, str) else names.model
+    tensor, *others = _named(names, tables, name, operand)
     group = tables.groups[tables.first[tensor.fqn]]
     keys = _keys_with(tensor, tables)
     forms = {"runtime": tensor.fqn, "exported": tensor.fqn, "canonical": tensor.canonical}
@@ -159,9 +161,9 @@ def _keys_with(tensor: RuntimeTensor, tables: NameTables) -> tuple[str, ...]:
     return tuple(by_this_name or keys)
 
 
-def _named(names: Names, tables: NameTables, name: str) -> list[RuntimeTensor]:
+def _named(names: Names, tables: NameTables, name: str, operand: str) -> list[RuntimeTensor]:
     """Return the tensors with this name: as it is, or without the fewest segments of wrappers and
-    optimizers.
+    optimizers. `operand` is the model on a command line.
     """
     by_canonical: dict[str, list[str]] = {}
     for key, canonical in tables.serialized_names.items():
@@ -179,7 +181,7 @@ def _named(names: Names, tables: NameTables, name: str) -> list[RuntimeTensor]:
             return list(tensors.values())
     all_names = {*tables.tensors, *tables.fqn_of, *(t.canonical for t in names.runtime)}
     similar = difflib.get_close_matches(name, all_names, 3)
-    hint = f"list them: ckpttool trace {names.model} --all"
+    hint = f"list them: {shell('ckpttool', 'trace', operand, '--all')}"
     if similar:
         hint = f"similar names: {', '.join(similar)}"
     raise CkptError(f"{names.model} has no tensor {name!r}", hint=hint)

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from ckpttool.core.errors import CkptError
+from ckpttool.core.text import shell
 from ckpttool.io.files import exists, is_dir
 from ckpttool.io.paths import is_url, parent
 
@@ -23,7 +24,7 @@ def check_file(out: str, source: Iterable[str], *, force: bool, in_place: bool) 
     if is_url(out):
         _check_url(out, in_place)
     elif not path.parent.is_dir():
-        raise CkptError(f"{out}: no such folder: {path.parent}", hint=f"mkdir -p {path.parent}")
+        raise _without_folder(out, path.parent)
     elif path.is_symlink():
         _check_link(path, force)
     if is_dir(out):
@@ -88,7 +89,7 @@ def check_folder(
     if not is_url(out):
         place = Path(out) if os.path.isdir(out) else Path(out).parent
         if not place.is_dir():
-            raise CkptError(f"{out}: no such folder: {place}", hint=f"mkdir -p {place}")
+            raise _without_folder(out, place)
         if not os.access(place, os.W_OK):
             raise CkptError(f"{place}: not writable", hint="choose another folder for the output")
     if is_source and not in_place:
@@ -123,3 +124,11 @@ def is_one_of(out: str, files: Iterable[str]) -> bool:
 
 def _another(what: str, out: str) -> str:
     return f"name another {what}" + ("" if is_url(out) else ", or pass --in-place")
+
+
+def _without_folder(out: str, folder: Path) -> CkptError:
+    """Return the error for an output whose folder does not exist."""
+    files = [place for place in (folder, *folder.parents) if os.path.lexists(place)]
+    if files and not files[0].is_dir():
+        return CkptError(f"{out}: {files[0]} is not a folder", hint="name another place")
+    return CkptError(f"{out}: no such folder: {folder}", hint=shell("mkdir", "-p", str(folder)))

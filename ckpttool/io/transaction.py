@@ -349,6 +349,12 @@ def _ways_back(path: Path) -> dict[str, PatchRecord]:
         raise nothing(path)
     for row in rows:
         place = path.parent / row.name
+        if not os.path.lexists(place):
+            raise CkptError(
+                f"{place}, which was edited in place, is gone",
+                hint="the edit can be undone once the file has this name again; to give that up:"
+                f" {shell('rm', str(record))}",
+            )
         if not _is_as_edited(place, row):
             raise changed_since(place, [record])
     return {row.name: row.back for row in rows}

@@ -13,7 +13,7 @@ from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import expand_options
 from ckpttool.core.tables import by_key
-from ckpttool.core.text import a, plural, prefix_of
+from ckpttool.core.text import a, plural, prefix_of, shell
 from ckpttool.formats import opening
 from ckpttool.formats.registry import format_of
 from ckpttool.formats.remarks import read_form
@@ -92,7 +92,7 @@ def open_operand(operand: str) -> Checkpoint:
     if is_code(operand):
         raise CkptError(
             f"{operand} is a model, and a checkpoint is expected there",
-            hint=f"--model {operand}",
+            hint=shell("--model", operand),
         )
     section = _section_with_one_colon(operand)
     if section is not None:

@@ -8,6 +8,7 @@ from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import Names
 from ckpttool.core.tables import by_path, shapes_of, without_tensors
+from ckpttool.core.text import shell
 from ckpttool.naming import wrappers
 from ckpttool.naming.convert import is_complete_model
 from ckpttool.naming.match import NameTables
@@ -86,10 +87,10 @@ def left_as_they_are(checkpoint: Checkpoint, changed: Sequence[Section]) -> list
         shared = len(names & changed_names)
         if not shared or 2 * shared < min(len(names), len(changed_names)):
             continue
-        both = ",".join((*paths, other.path))
+        both = shell("remap", "--sections", ",".join((*paths, other.path)))
         notes.append(
             f"{other.title} has {shared} of the {len(changed_names)} names of "
-            f"{changed[0].title} and stays as it is (`remap --sections {both}` takes it too)"
+            f"{changed[0].title} and stays as it is (`{both}` takes it too)"
         )
     return notes
 

@@ -454,7 +454,7 @@ def _other_order(names: Names, key_order: KeyOrder) -> Doubt:
     return Doubt(
         "its ids may not be this model's: the file lists the model's keys in another order than"
         f" {names.model}",
-        f"name the model that saved it: --model OLD --to-model {names.model} (with --optimizer and"
+        "name the model that saved it: --model OLD --to-model NEW (with --optimizer and"
         " --to-optimizer)",
         key_order.moved,
         by_another=True,

@@ -10,7 +10,7 @@ from ckpttool.core.checkpoint import TensorEntry
 from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.names import Names
 from ckpttool.core.optimizer_state import OptimizerState
-from ckpttool.core.text import plural, some
+from ckpttool.core.text import plural, shell, some
 from ckpttool.naming.model_change import ModelChange
 from ckpttool.optimizers.identify import Parameters, ParamMap, identify_params, names_without_model
 from ckpttool.optimizers.request import OptimizerRequest
@@ -18,7 +18,7 @@ from ckpttool.optimizers.request import OptimizerRequest
 _FLOATS = ("float", "bfloat", "complex")
 _NAME_MODEL = (
     "pass --model MODEL (and --optimizer O), which says whose state it is; or drop the optimizer"
-    " too: --drop {where}"
+    " too: {drop}"
 )
 
 
@@ -47,7 +47,7 @@ def without_left_out(
     if len(left_out) == len(state.params):
         raise Refused(
             f"{where}: all of its parameters are left out of the model",
-            hint=f"drop the optimizer too: --drop {where}",
+            hint=f"drop the optimizer too: {shell('--drop', where)}",
             problems=same_problem("left out of the model", left_out),
         )
     names = frozenset(left_out)
@@ -99,7 +99,7 @@ def _check_none_left_out(state: OptimizerState, narrowed: ModelChange, where: st
         raise Refused(
             f"{where}: parameters may be left out of the model, and nothing says which of its ids"
             " are theirs",
-            hint=_NAME_MODEL.format(where=where),
+            hint=_NAME_MODEL.format(drop=shell("--drop", where)),
             problems=problems,
         )
 
@@ -121,7 +121,7 @@ def check_names_are_keys(names: Sequence[str], narrowed: ModelChange, where: str
         raise Refused(
             f"{where}: parameters may be left out of the model, which has no key for"
             f" {plural(len(unknown), 'parameter')} of the optimizer: {some(unknown)}",
-            hint=_NAME_MODEL.format(where=where),
+            hint=_NAME_MODEL.format(drop=shell("--drop", where)),
             problems=problems,
         )
 

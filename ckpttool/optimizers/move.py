@@ -13,7 +13,7 @@ from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.names import SERIALIZED, Names
 from ckpttool.core.optimizer_state import ID, OptimizerState, Param, ParamGroup, params_of, renamed
 from ckpttool.core.tables import selected, shapes_of
-from ckpttool.core.text import some
+from ckpttool.core.text import shell, some
 from ckpttool.naming import wrappers
 from ckpttool.naming.model_change import ModelChange, copied, is_whole
 from ckpttool.naming.wrappers import strip
@@ -523,8 +523,8 @@ def _check_places(
         left_out = [str(param) for param in named.params if str(param) not in kept]
         raise Refused(
             f"{where}: parameters of the model are left out, and the optimizer still numbers them",
-            hint=f"drop the optimizer too: --drop {where}; or pass --optimizer-keys fqn, to"
-            " keep the state of the other parameters under their names",
+            hint=f"drop the optimizer too: {shell('--drop', where)}; or pass --optimizer-keys fqn,"
+            " to keep the state of the other parameters under their names",
             problems=same_problem("left out of the model", left_out),
         )
     raise Refused(

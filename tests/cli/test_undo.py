@@ -338,3 +338,20 @@ def test_umask_is_never_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     finally:
         monkeypatch.undo()
         set_umask(before)
+
+
+def test_an_edited_file_that_was_moved_can_be_moved_back(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_file({"a.w": torch.ones(2)}, "model.safetensors")
+    before = Path("model.safetensors").read_bytes()
+    assert run("remap", "model.safetensors", "--in-place", "--rule", "a.w => b.w").status == 0
+    Path("model.safetensors").rename("moved.safetensors")
+    done = run("undo", "model.safetensors")
+    assert done.status == 2
+    assert "is gone" in done.err
+    assert "once the file has this name again" in done.err
+    Path("moved.safetensors").rename("model.safetensors")
+    assert run("undo", "model.safetensors").status == 0
+    assert Path("model.safetensors").read_bytes() == before

@@ -323,7 +323,7 @@ def test_undo_record_with_a_wrong_field_is_refused(
     )
     status, _, err = run("undo", source)
     assert status == 2
-    assert ("has changed since" if "gone" in value else "cannot be read") in err
+    assert ("is gone" if "gone" in value else "cannot be read") in err
     os.system(err.split(": ")[-1].strip())  # the hint: rm FILE
     assert source.read_bytes() == edited
     assert "nothing to undo" in run("undo", source).err

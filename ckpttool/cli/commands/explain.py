@@ -9,6 +9,7 @@ from ckpttool.cli.output import Report
 from ckpttool.core.codes import CODES
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import Argument, OptimizerOptions, keywords_of
+from ckpttool.core.text import shell
 
 
 def command(
@@ -36,7 +37,7 @@ def command(
         if name not in CODES:
             raise CkptError(
                 f"no code is called {name!r}",
-                hint=f"ckpttool explain {name} --model MODEL explains a tensor",
+                hint=f"{shell('ckpttool', 'explain', name, '--model', 'MODEL')} explains a tensor",
             )
         report.emit(lambda: explained_code(CODES[name]), CODES[name].to_json)
         return
