@@ -53,6 +53,11 @@ def to_model_form(draft: Draft, request: Request, model: ModelOperand) -> Draft:
     if request.options.trainable_only:
         plan, missing = _trained(plan, missing, tables, to.names)
     notes = list(draft.notes)
+    if to is ModelForm.UNFLATTENED and not any("@" in output.key for output in plan.outputs):
+        notes.append(
+            "no call variants (`gate@1`): neither the file nor the model has any; if"
+            " torch.export.unflatten makes some, name the unflattened module as the model"
+        )
     if reading.ambiguous:
         notes.append(
             "the keys fit the serialized and the runtime form, whose values differ: read as"
@@ -109,8 +114,25 @@ def _adapt_variants(
         dropped, problems = dropped + more_dropped, problems + more_problems
     elif to is ModelForm.UNFLATTENED:
         outputs = with_variants(outputs, tables.first)
+        outputs += _variants_of_file(outputs, reading, section)
+        kept = {name for output in outputs for name in ex.refs(output.source)}
+        dropped = [gone for gone in dropped if gone.key not in kept]
     plan = replace(plan, outputs=tuple(outputs), dropped=(*plan.dropped, *dropped))
     return plan, problems
+
+
+def _variants_of_file(
+    outputs: Sequence[Output], reading: Reading, section: Section
+) -> list[Output]:
+    """Return the call variants that only the file has: a model that is not unflattened has none."""
+    names = {output.key for output in outputs}
+    paths = wrappers.recognize(section.keys)
+    variants = []
+    for key in reading.match.variants:
+        name = wrappers.strip(key, paths)
+        if name not in names:
+            variants.append(Output(section.path, name, Ref(key)))
+    return variants
 
 
 def _not_its_keys(section: Section, request: Request, names: Names) -> Refused:

@@ -436,6 +436,23 @@ def test_remap_collapses_and_expands_variants(run: Run, files: Path, tmp_path: P
     program(Nested).load_state_dict(actual, strict=True)
 
 
+def test_variants_of_the_file_stay_if_the_model_has_none(
+    run: Run, files: Path, tmp_path: Path
+) -> None:
+    state = torch.load(files / "unflattened.pt")
+    for prefix in ("", "module.", "_orig_mod."):
+        torch.save({f"{prefix}{key}": value for key, value in state.items()}, tmp_path / "in.pt")
+        plain = ("--model", f"{files / 'model.py'}:plain", "--to", "unflattened")
+        out = ("-o", tmp_path / "out.pt", "--force", "--format", "json")
+        done = run("remap", tmp_path / "in.pt", *plain, *out)
+        assert (done.status, done.data["dropped"]) == (0, [])
+        program(Nested).load_state_dict(torch.load(tmp_path / "out.pt"), strict=True)
+        assert not any("call variants" in note["text"] for note in done.data["notes"])
+    done = run("remap", files / "exported.pt", *plain, *out)
+    assert done.status == 0
+    assert any("no call variants" in note["text"] for note in done.data["notes"])
+
+
 def test_remap_refuses_variants_with_different_values(
     run: Run, files: Path, tmp_path: Path
 ) -> None:
