@@ -10,7 +10,8 @@ from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import Problem, Refused
-from ckpttool.core.tables import by_path
+from ckpttool.core.plan import Plan
+from ckpttool.core.tables import by_path, without_tensors
 from ckpttool.core.text import Info, plural, shell, some
 from ckpttool.core.values import dataclass
 from ckpttool.naming.match import NameTables
@@ -53,7 +54,7 @@ def whose_optimizers(source: Checkpoint, outcome: Remap, request: OptimizerReque
     """
     result = Whose()
     changed = _paths_of_model(source, outcome, request)
-    if all(section.path in changed for section in source.state_dicts):
+    if len(changed) < 2 and all(section.path in changed for section in source.state_dicts):
         return result
     file = _File(source, outcome, request, changed)
     fitting: dict[str, list[str]] = {}
@@ -156,8 +157,10 @@ class _File:
                 evidence.append(section)
         evidence = evidence or [*self.request.state_dicts]
         request = replace(self.request, state_dicts=evidence)
-        if model in self.outcome.model_paths:
+        if model in self.outcome.model_paths[:1]:
             return request
+        if model in self.outcome.model_paths:
+            return self._changed_together(model, request)
         if model not in self.changed:
             keys, output = self.request.keys, self.request.output
             request = OptimizerRequest(keys, state_dicts=evidence, output=output)
@@ -169,6 +172,23 @@ class _File:
         if narrowed is None and model in self.changed:
             return request
         return replace(request, model=change, narrowed=narrowed, model_keys=after.keys)
+
+    def _changed_together(self, model: str, request: OptimizerRequest) -> OptimizerRequest:
+        """Return the request for an optimizer of one of several models that change together; the
+        common request is about the first of them.
+        """
+        section, plan = self.source.section(model), self.outcome.plan
+        outputs = tuple(output for output in plan.outputs if output.section == model)
+        dropped = tuple(gone for gone in plan.dropped if gone.section == model)
+        rest = without_tensors(section, {gone.key for gone in dropped})
+        change = ModelChange(rest, Plan(outputs))
+        return replace(
+            request,
+            ruled=change if request.ruled is not None and request.names is None else request.ruled,
+            model=change,
+            narrowed=ModelChange(section, Plan(outputs, dropped)) if dropped else None,
+            model_keys=self.outcome.result.section(model).keys,
+        )
 
 
 def _check_form(

@@ -68,6 +68,14 @@ class Cut(Discriminator):
         del self.last
 
 
+class RenamedAndCut(Cut):
+    """The same with another name for its first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules = {"stem": self._modules["first"]}
+
+
 def named(model: nn.Module) -> torch.optim.Optimizer:
     needs_torch("2.6", "optimizers of named parameters")
     return torch.optim.Adam(list(model.named_parameters()), lr=0.1)
@@ -170,6 +178,28 @@ def test_parameters_that_drop_leaves_out_lose_their_state(
     check_same(kept, resumed(file, "D", Cut(), make, form))
     if only:
         check_same(generator.state_dict(), resumed(file, "G", Generator(), make, form))
+
+
+@pytest.mark.parametrize("form", ["id", "fqn", "flat"])
+@pytest.mark.parametrize("make", [named, unnamed])
+@pytest.mark.parametrize("sections", ["G,D", "D,G"])
+def test_models_that_change_together_may_lose_different_parameters(
+    form: str, make: Any, sections: str, tmp_path: Path, run: Run
+) -> None:
+    generator, discriminator = trained(tmp_path / "in.pt", form, make)
+    words = ("--sections", sections, "--rule", "first.{x*} => stem.{x*}", "--drop", "D.last.*")
+    done = run("remap", tmp_path / "in.pt", *words, "-o", tmp_path / "out.pt")
+    assert done.status == 0, done.err
+    file = torch.load(tmp_path / "out.pt")
+    of_generator = {}
+    for key, value in generator.state_dict().items():
+        of_generator[key.replace("first.", "stem.")] = value
+    check_same(of_generator, resumed(file, "G", Renamed(), make, form))
+    kept = {}
+    for key, value in discriminator.state_dict().items():
+        if not key.startswith("last."):
+            kept[key.replace("first.", "stem.")] = value
+    check_same(kept, resumed(file, "D", RenamedAndCut(), make, form))
 
 
 @pytest.mark.parametrize("form", ["id", "fqn"])
