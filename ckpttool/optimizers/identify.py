@@ -24,7 +24,7 @@ from ckpttool.core.optimizer_state import (
     ParamGroup,
     renamed,
 )
-from ckpttool.core.tables import positions
+from ckpttool.core.tables import positions, shapes_of
 from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
 from ckpttool.naming.convert import read_keys
@@ -242,19 +242,50 @@ def keys_in_model_order(section: Section, names: Names, rename: Rename | None = 
 
 def same_key_order(left: Iterable[Section], right: Iterable[Section]) -> bool | None:
     """Return whether two files list the keys of their models in the same order; None without common
-    keys.
+    keys. If a file has several models, the state dicts that have the most in common are compared.
     """
+    pairs = []
+    for left_section, right_section in product(left, right):
+        pair = _SectionPair(left_section, right_section)
+        if len(pair.common) > 1:
+            pairs.append(pair)
     same = None
-    for section, other in product(left, right):
-        left_keys, right_keys = section.tensor_keys, other.tensor_keys
-        common = set(left_keys) & set(right_keys)
-        if len(common) < 2:
-            continue
-        left_order = [key for key in left_keys if key in common]
-        if left_order != [key for key in right_keys if key in common]:
+    for pair in _closest([pair for pair in pairs if pair.has_same_shapes] or pairs):
+        left_order = [key for key in pair.left.tensor_keys if key in pair.common]
+        if left_order != [key for key in pair.right.tensor_keys if key in pair.common]:
             return False
         same = True
     return same
+
+
+@dataclass(frozen=True)
+class _SectionPair:
+    """A state dict of each of two files."""
+
+    left: Section
+    right: Section
+
+    @cached_property
+    def common(self) -> frozenset[str]:
+        return frozenset(self.left.tensor_keys).intersection(self.right.tensor_keys)
+
+    @property
+    def has_same_shapes(self) -> bool:
+        left, right = shapes_of(self.left.tensors), shapes_of(self.right.tensors)
+        return all(left[key] == right[key] for key in self.common)
+
+
+def _closest(pairs: Sequence[_SectionPair]) -> list[_SectionPair]:
+    """Return the pairs of state dicts neither of which has more in common with another one."""
+    most: dict[int, int] = {}  # by the id of a state dict
+    for pair in pairs:
+        for section in (pair.left, pair.right):
+            most[id(section)] = max(len(pair.common), most.get(id(section), 0))
+    closest = []
+    for pair in pairs:
+        if len(pair.common) == most[id(pair.left)] == most[id(pair.right)]:
+            closest.append(pair)
+    return closest
 
 
 # Whose state an id is

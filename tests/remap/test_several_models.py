@@ -267,6 +267,26 @@ def test_order_of_another_model_is_no_doubt(make: str, tmp_path: Path, run: Run)
     assert run("diff", f"{tmp_path / 'in.pt'}::opt_d", *words).status == 1
 
 
+def test_order_of_another_model_in_the_other_file_is_no_difference(
+    tmp_path: Path, run: Run
+) -> None:
+    trained(tmp_path / "a.pt", "id", unnamed)
+    file = torch.load(tmp_path / "a.pt")
+    others = {
+        "same.pt": file,
+        "turned.pt": dict(reversed(file.items())),
+        "alone.pt": {name: file[name] for name in ("G", "opt_g")},
+    }
+    for name, other in others.items():
+        torch.save(other, tmp_path / name)
+        both = (f"{tmp_path / 'a.pt'}::opt_g", f"{tmp_path / name}::opt_g")
+        assert run("diff", *both, "--values").status == 0, name
+    swapped = {**file, "G": dict(reversed(file["G"].items()))}
+    torch.save(swapped, tmp_path / "swapped.pt")
+    both = (f"{tmp_path / 'a.pt'}::opt_g", f"{tmp_path / 'swapped.pt'}::opt_g")
+    assert run("diff", *both).status == 1
+
+
 def test_ids_of_another_model_get_no_names(tmp_path: Path, run: Run) -> None:
     trained(tmp_path / "in.pt", "id", unnamed)
     words = ("--sections", "G", "--model", f"{FILE}:Generator", "--optimizer-keys", "fqn")
