@@ -138,10 +138,12 @@ def compare_key_order(
     """Compare the order of the canonical names `params` in a file's state dicts with the model's.
 
     `sections` are state dicts whose keys are in the order of ``state_dict()``. One in another order
-    than the model outweighs all others. One that lacks parameters does not confirm the order.
+    than the model outweighs all others. One that lacks parameters does not confirm the order, and
+    does not count next to a complete one: it is of another model.
     """
     tables, canonical = NameTables(names), Parameters(names).canonical
-    is_confirmed = False
+    complete: list[tuple[list[str], list[str]]] = []
+    partial: list[tuple[list[str], list[str]]] = []
     for section in _of_this_model(sections, tables):
         reading = read_keys(tables, section)
         sources: Mapping[str, Expression | None] = tables.saved
@@ -151,14 +153,16 @@ def compare_key_order(
         file = [name for name in _params_of(file_keys, sources, canonical) if name in params]
         common = set(file)
         model = [name for name in _params_of(sources, sources, canonical) if name in common]
+        is_complete = bool(params) and len(file) == len(params)
+        (complete if is_complete else partial).append((file, model))
+    for file, model in complete or partial:
         if file != model:
             problems = []
             for name, other in zip(model, file):
                 if name != other:
                     problems.append(Problem(f"the file's model has {other} instead", name))
             return KeyOrder(True, tuple(problems))
-        is_confirmed = is_confirmed or (bool(params) and len(file) == len(params))
-    return KeyOrder(is_confirmed)
+    return KeyOrder(bool(complete))
 
 
 def _params_of(

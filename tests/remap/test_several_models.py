@@ -267,6 +267,28 @@ def test_order_of_another_model_is_no_doubt(make: str, tmp_path: Path, run: Run)
     assert run("diff", f"{tmp_path / 'in.pt'}::opt_d", *words).status == 1
 
 
+class Tower(nn.Module):
+    """A model that shares two layers of the same shapes with another one, in either order."""
+
+    def __init__(self, names: str = "up down head") -> None:
+        super().__init__()
+        for name in names.split():
+            self.add_module(name, nn.Linear(4, 4))
+
+
+def test_order_of_common_layers_of_another_model_is_no_doubt(tmp_path: Path, run: Run) -> None:
+    model, other = Tower(), Tower("down up score")
+    optimizer = unnamed(model)
+    step([model], [optimizer])
+    file = {"model": model.state_dict(), "other": other.state_dict()}
+    torch.save({**file, "optimizer": optimizer.state_dict()}, tmp_path / "in.pt")
+    words = ("--model", f"{FILE}:Tower", "--optimizer", f"{FILE}:unnamed")
+    assert run("diff", f"{tmp_path / 'in.pt'}::optimizer", *words).status == 0
+    turned = dict(reversed(file["model"].items()))
+    torch.save({**file, "model": turned, "optimizer": optimizer.state_dict()}, tmp_path / "in.pt")
+    assert run("diff", f"{tmp_path / 'in.pt'}::optimizer", *words).status == 1
+
+
 def test_order_of_another_model_in_the_other_file_is_no_difference(
     tmp_path: Path, run: Run
 ) -> None:
