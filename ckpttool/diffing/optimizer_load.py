@@ -96,13 +96,8 @@ def compare_with_optimizer(
     required = _required_options(named_state, target, needs, loads_each_option)
     if required.issuperset(map(_option_of, needs)):
         needs = ()  # --to-optimizer adds all of it
-    entries = []
     misassigned = _misassigned(param_map, target, verdict)
-    for entry in group_entries(named_state, target.fresh_optimizer, misassigned):
-        entries.append(_as_required(entry, required))
-    for key in needs:
-        if not _is_hyperparameter(key):
-            entries.append(only_right(key, Cause(Code.NOT_STEPPABLE)))
+    entries = _load_entries(named_state, target, misassigned, required, needs)
     if state.form != ID and not has_stepped:
         entries += _without_state(named_state, target)
     differs = bool(needs or required) or any(map(_is_difference, entries))
@@ -125,6 +120,25 @@ def compare_with_optimizer(
     if remedy.way == "by_name" and required:
         remedy = Remedy("regroup")  # --to-optimizer adds the options
     return OptimizerFit(tuple(entries), tuple(notes), False, remedy)
+
+
+def _load_entries(
+    named_state: OptimizerState,
+    target: Parameters,
+    misassigned: Misassigned | None,
+    required: frozenset[str],
+    needs: Sequence[str],
+) -> list[Entry]:
+    """Return the entries of the param groups, and of the state that a step needs and that is not
+    there.
+    """
+    entries = []
+    for entry in group_entries(named_state, target.fresh_optimizer, misassigned):
+        entries.append(_as_required(entry, required))
+    for key in needs:
+        if not _is_hyperparameter(key):
+            entries.append(only_right(key, Cause(Code.NOT_STEPPABLE)))
+    return entries
 
 
 def _is_difference(entry: Entry) -> bool:

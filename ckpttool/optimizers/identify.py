@@ -324,7 +324,7 @@ class Basis(Enum):
     FILE = "order of the keys in the same file"
 
 
-class Order(Enum):
+class OrderEvidence(Enum):
     """Whether the file lists the keys of its model in the order that names its ids."""
 
     CONFIRMED = "the file lists the model's keys in this order"
@@ -344,7 +344,7 @@ class ParamMap:
     saved: OptimizerState
     names: Mapping[Param, str]
     basis: Basis
-    order: Order = Order.CONFIRMED
+    order: OrderEvidence = OrderEvidence.CONFIRMED
     doubt: Doubt | None = None
     section: str = ""
 
@@ -360,7 +360,7 @@ class ParamMap:
     @property
     def is_assumed(self) -> bool:
         """Whether nothing confirms the names."""
-        return self.order is Order.UNKNOWN
+        return self.order is OrderEvidence.UNKNOWN
 
     @property
     def evidence(self) -> str:
@@ -436,17 +436,21 @@ def identify_params(
     by_position = with_shape_doubt(by_position, names)
     key_order = compare_key_order(state_dicts, names, set(by_position.names.values()))
     if not key_order.moved:
-        return by_position if key_order.is_confirmed else replace(by_position, order=Order.UNKNOWN)
+        return (
+            by_position
+            if key_order.is_confirmed
+            else replace(by_position, order=OrderEvidence.UNKNOWN)
+        )
     # Several groups are in doubt also without state: if they were made by position (`params[:3]`
     # and `params[3:]`), they hold other parameters.
     if state.is_stateless and len(state.nonempty_groups) == 1:
-        return replace(by_position, order=Order.OTHER)
+        return replace(by_position, order=OrderEvidence.OTHER)
     doubt = _other_order(names, key_order)
     if by_position.doubt is not None:
         problems = (*by_position.doubt.problems, *doubt.problems)
         message = f"{by_position.doubt.message}; {doubt.message}"
         doubt = replace(doubt, message=message, problems=problems)
-    return replace(by_position, order=Order.OTHER, doubt=doubt)
+    return replace(by_position, order=OrderEvidence.OTHER, doubt=doubt)
 
 
 def _by_names(
@@ -565,7 +569,7 @@ def names_without_model(state: OptimizerState, state_dicts: Sequence[Section]) -
         if any(shapes.misfit(param, entry.shape) for param, entry in pairs.items()):
             continue
         names = {param: entry.key for param, entry in pairs.items()}
-        return ParamMap(state, names, Basis.FILE, Order.UNKNOWN, section=section.path)
+        return ParamMap(state, names, Basis.FILE, OrderEvidence.UNKNOWN, section=section.path)
     return None
 
 

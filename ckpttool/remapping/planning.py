@@ -14,7 +14,8 @@ from ckpttool.remapping.by_position import notes_on_lists
 from ckpttool.remapping.filling import fill
 from ckpttool.remapping.gather_optimizers import with_gathered_optimizers
 from ckpttool.remapping.missing import missing_keys, note_on_kept_keys
-from ckpttool.remapping.optimizers import check_has_optimizer, optimizer_request, with_optimizers
+from ckpttool.remapping.optimizer_request import check_has_optimizer, optimizer_request
+from ckpttool.remapping.optimizers import with_optimizers
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.plan import remap as remap_index
 from ckpttool.remapping.resolve import Inputs, resolve
