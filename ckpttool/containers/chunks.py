@@ -9,6 +9,7 @@ from operator import add, le
 from typing import Union
 
 from ckpttool.core.checkpoint import Part, Span, TensorEntry
+from ckpttool.core.strides import Shape
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import elements
 from ckpttool.io.pieces import read_span
@@ -26,10 +27,10 @@ class Chunk:
     """
 
     offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    sizes: Shape
 
 
-def cover_problem(shape: tuple[int, ...], chunks: Collection[Chunk]) -> str | None:
+def cover_problem(shape: Shape, chunks: Collection[Chunk]) -> str | None:
     """Return why the chunks do not hold each element of the tensor exactly once; None if they
     do.
     """
@@ -59,7 +60,7 @@ def cover_problem(shape: tuple[int, ...], chunks: Collection[Chunk]) -> str | No
     return None
 
 
-def _is_inside(chunk: Chunk, shape: tuple[int, ...]) -> bool:
+def _is_inside(chunk: Chunk, shape: Shape) -> bool:
     if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
         return False
     ends = map(add, chunk.offsets, chunk.sizes)
@@ -80,7 +81,7 @@ def row_major_data(entry: TensorEntry) -> Data:
     return entry.span if entry.span is not None else b"".join(map(bytes, elements(entry)))
 
 
-def assemble(shape: tuple[int, ...], itemsize: int, chunks: Sequence[ChunkData]) -> Iterator[Part]:
+def assemble(shape: Shape, itemsize: int, chunks: Sequence[ChunkData]) -> Iterator[Part]:
     """Yield the bytes of the tensor that the chunks cover. No chunk is empty."""
     if len(chunks) == 1:
         yield chunks[0][1]
@@ -127,7 +128,7 @@ def _rows(member: ChunkData, first: int, last: int, itemsize: int) -> Data:
 
 
 def _slab(
-    shape: tuple[int, ...],
+    shape: Shape,
     itemsize: int,
     first: int,
     last: int,

@@ -23,8 +23,9 @@ from ckpttool.containers.tensors import (
     sizes_of,
 )
 from ckpttool.core import dtypes
-from ckpttool.core.checkpoint import ExtraEntry, TensorEntry
+from ckpttool.core.checkpoint import AnyEntry, TensorEntry
 from ckpttool.core.errors import CkptError
+from ckpttool.core.strides import Shape
 from ckpttool.core.tables import present
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import is_constant, same_values
@@ -124,7 +125,7 @@ class LocalShard:
     `layout` is what all ranks have in common: the mesh's shape and the placements.
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
     layout: tuple[Any, ...]
     chunk: Chunk | None
@@ -147,12 +148,12 @@ DTENSOR, SHARDED_TENSOR = "DTensor", "sharded tensor"
 _MISREAD = (IndexError, TypeError, ValueError, AttributeError, KeyError)
 
 
-def shard_kind(entry: TensorEntry | ExtraEntry) -> str | None:
+def shard_kind(entry: AnyEntry) -> str | None:
     kind, _ = _shard_state(entry)
     return kind
 
 
-def _shard_state(entry: TensorEntry | ExtraEntry) -> tuple[str | None, Any]:
+def _shard_state(entry: AnyEntry) -> tuple[str | None, Any]:
     """Return the kind of a sharded entry, and the node of its state; None for any other entry."""
     if not isinstance(entry.payload, Carried):
         return None, None
@@ -173,7 +174,7 @@ def _shard_state(entry: TensorEntry | ExtraEntry) -> tuple[str | None, Any]:
     return None, None
 
 
-def rank_and_world_size(entry: TensorEntry | ExtraEntry) -> tuple[int, int]:
+def rank_and_world_size(entry: AnyEntry) -> tuple[int, int]:
     """Return the rank that saved a sharded entry, and the number of ranks. Raises `CkptError` if it
     is damaged.
     """
@@ -197,7 +198,7 @@ def rank_and_world_size(entry: TensorEntry | ExtraEntry) -> tuple[int, int]:
         raise malformed(f"the {kind} {entry.key}: {error!r}") from None
 
 
-def local_shard(entry: TensorEntry | ExtraEntry) -> LocalShard:
+def local_shard(entry: AnyEntry) -> LocalShard:
     """Return what the file of a sharded entry holds of it.
 
     Raises `CkptError` if it is damaged, and `Unsupported` if its placements do not say which chunk
@@ -268,7 +269,7 @@ def _chunk_at(
     return Chunk(tuple(offsets), tuple(sizes))
 
 
-def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
+def _mesh_shape(mesh: Mapping[str, Any]) -> Shape:
     """Read the shape from the tensor of ranks (up to torch 2.9), or from the layout (later
     versions).
     """
@@ -309,7 +310,7 @@ def _placement(node: Any) -> tuple[str, int, int]:
 
 def _shard_order(
     placements: tuple[tuple[str, int, int], ...],
-    mesh_shape: tuple[int, ...],
+    mesh_shape: Shape,
     spec: Mapping[str, Any],
 ) -> _Order:
     """Return each sharded dimension with the mesh dimensions that cut it, in the order of the
@@ -338,7 +339,7 @@ def _shard_order(
 
 
 def _cuts(
-    placements: tuple[tuple[str, int, int], ...], mesh_shape: tuple[int, ...]
+    placements: tuple[tuple[str, int, int], ...], mesh_shape: Shape
 ) -> tuple[dict[int, list[int]], dict[int, int]]:
     """Return for each dimension the mesh dimensions that cut it, and the mesh dimension that cuts
     it in strides.

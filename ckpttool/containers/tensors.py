@@ -16,7 +16,7 @@ from ckpttool.core.checkpoint import Described, Payload, Storage, TensorEntry
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.limits import Memory
-from ckpttool.core.strides import contiguous_stride, distance_to_last
+from ckpttool.core.strides import Shape, contiguous_stride, distance_to_last
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import content_of_storage, fingerprint
 
@@ -288,7 +288,7 @@ def _from_type(args: Any, storages: Storages, depth: int) -> TensorEntry:
     return unnamed(dtype, (), (), 0, None, "subclass", nbytes)
 
 
-def resized(node: Any, shape: tuple[int, ...]) -> Any:
+def resized(node: Any, shape: Shape) -> Any:
     """Return the node of a wrapper subclass with another shape; None for any other node."""
     func, _, inner, *_ = node.args
     if getattr(func, "name", "") != "_rebuild_wrapper_subclass" or type(inner) is not tuple:
@@ -422,7 +422,7 @@ def _dtype(node: Any) -> str:
     return str(node.name)
 
 
-def sizes_of(node: Any) -> tuple[int, ...]:
+def sizes_of(node: Any) -> Shape:
     """Return the sizes of a ``torch.Size``, a list or a tuple. Raises `CkptError` for sizes that
     torch refuses.
     """

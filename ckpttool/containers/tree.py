@@ -24,6 +24,7 @@ from ckpttool.containers.pickle_read import ABSENT, Call, Persistent, Pickle, Pi
 from ckpttool.containers.tensors import Carried, Storages, entry_of, is_tensor, storage_key
 from ckpttool.containers.zip_read import Archive
 from ckpttool.core.checkpoint import (
+    AnyEntry,
     Checkpoint,
     ExtraEntry,
     Payload,
@@ -219,7 +220,7 @@ def _dict_pairs(node: Any) -> dict[Any, Any] | None:
     return None
 
 
-def node_of(value: Any, entry_node: Callable[[TensorEntry | ExtraEntry], Any]) -> Any:
+def node_of(value: Any, entry_node: Callable[[AnyEntry], Any]) -> Any:
     """Return the node that makes `value`, a mapping or a part of one; `entry_node` makes the nodes
     of entries.
 

@@ -23,7 +23,7 @@ from ckpttool.containers.tensors import (
 from ckpttool.containers.tree import Place, Tree, node_of
 from ckpttool.containers.zip_read import Archive
 from ckpttool.containers.zip_write import Entry, NewRecord
-from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
+from ckpttool.core.checkpoint import AnyEntry, Checkpoint, Section, TensorEntry
 from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.optimizer_state import kept
 from ckpttool.core.tables import by_key, by_path
@@ -273,7 +273,7 @@ class _Nodes:
         node.pairs = pairs
         return node
 
-    def of(self, entry: TensorEntry | ExtraEntry) -> Any:
+    def of(self, entry: AnyEntry) -> Any:
         payload = entry.payload
         if isinstance(entry, TensorEntry):
             if isinstance(payload, Carried) and payload.describes(entry):
@@ -389,14 +389,14 @@ def _state_with(state: Any, modules: Mapping[str, object] | None, nodes: _Nodes)
 
 def _in_place_order(
     section: Section, place: Place, before: Mapping[str, Any]
-) -> Sequence[TensorEntry | ExtraEntry]:
+) -> Sequence[AnyEntry]:
     """Return the entries in order, with extras between the tensors that they were between."""
     if not section.extras:
         return section.tensors
     tensor_keys = set(place.section.tensor_keys)
-    tensors: Iterator[TensorEntry | ExtraEntry] = iter(section.tensors)
-    extras: Iterator[TensorEntry | ExtraEntry] = iter(section.extras)
-    ordered: list[TensorEntry | ExtraEntry] = []
+    tensors: Iterator[AnyEntry] = iter(section.tensors)
+    extras: Iterator[AnyEntry] = iter(section.extras)
+    ordered: list[AnyEntry] = []
     for key in before:
         queue = tensors if text_of(key) in tensor_keys else extras
         ordered += islice(queue, 1)
@@ -472,7 +472,7 @@ def _edited_node(node: Any, trie: Mapping[Step, Any], done: _Done) -> Any:
     return edited
 
 
-Entries = list[Entry]
+Records = list[Entry]
 
 
 def dumped(root: Any, protocol: int) -> tuple[bytes, dict[str, None]]:
@@ -491,7 +491,7 @@ def changed_records(
     orphans: Sequence[str] = (),
     *,
     keep_numbers: bool = False,
-) -> tuple[Entries, dict[str, None]]:
+) -> tuple[Records, dict[str, None]]:
     """Return the records of `archive` with another pickle, and the keys of its storages in the
     order of that pickle.
 
@@ -519,9 +519,9 @@ def changed_records(
 
 def _numbered(
     archive: Archive, folder: str, numbers: Mapping[str, str], rebuilder: Rebuilder
-) -> Entries:
+) -> Records:
     """Return the records of the storages, each under its number."""
-    entries: Entries = []
+    entries: Records = []
     for key, number in numbers.items():
         record = archive.by_name.get(f"{folder}data/{key}")
         name = f"{folder}data/{number}"
@@ -557,9 +557,9 @@ def _first_numbers(count: int) -> list[str]:
     return [str(number) for number in range(count)]
 
 
-def _kept(archive: Archive, folder: str, data: bytes, keys: Collection[str]) -> Entries:
+def _kept(archive: Archive, folder: str, data: bytes, keys: Collection[str]) -> Records:
     """The records with another pickle, and without the storages that are not among `keys`."""
-    entries: Entries = []
+    entries: Records = []
     for record in archive.records:
         key = key_of(record, folder)
         if record.name == folder + "data.pkl":

@@ -261,6 +261,10 @@ class ExtraEntry:
         return tuple(entry.under(f"{self.key}.{entry.key}") for entry in self.tensors)
 
 
+AnyEntry = Union[TensorEntry, ExtraEntry]
+Entries = Mapping[str, AnyEntry]  # by key
+
+
 @dataclass(frozen=True, slots=True)
 class Unreached:
     """A storage that no tensor of the index has: its content is not understood.
@@ -358,7 +362,7 @@ class Section:
         return (*self.tensors, *inside) if self.extras else self.tensors
 
     @property
-    def entries(self) -> tuple[TensorEntry | ExtraEntry, ...]:
+    def entries(self) -> tuple[AnyEntry, ...]:
         return (*self.tensors, *self.extras) if self.extras else self.tensors
 
     @property
@@ -372,7 +376,7 @@ class Section:
         return [entry.key for entry in self.tensors]
 
     @once_per_section
-    def by_key(self) -> Mapping[str, TensorEntry | ExtraEntry]:
+    def by_key(self) -> Entries:
         """Return every entry by its key, tensors first."""
         return {entry.key: entry for entry in self.entries}
 
@@ -511,7 +515,7 @@ class Checkpoint:
         missing = set(wanted).difference(self.entries())
         return self.read_as({path for path, _ in missing})
 
-    def entries(self) -> dict[tuple[str, str], TensorEntry | ExtraEntry]:
+    def entries(self) -> dict[tuple[str, str], AnyEntry]:
         """Return every entry by its section's path and its key."""
         entries = {}
         for section in self.sections:

@@ -11,6 +11,7 @@ from typing import Any, Union, overload
 
 from ckpttool.core.errors import Problem
 from ckpttool.core.schema import JsonKind, Path, at
+from ckpttool.core.strides import Shape
 from ckpttool.core.values import dataclass
 
 
@@ -103,7 +104,7 @@ def is_constant(expression: Argument) -> bool:
     return next(refs(expression), None) is None
 
 
-def filled(shape: tuple[int, ...], dtype: str, fill: float | bool) -> Op:
+def filled(shape: Shape, dtype: str, fill: float | bool) -> Op:
     """Return a tensor whose elements are one number."""
     return Op("aten.full.default", (shape, fill), (("dtype", Special("dtype", dtype)),))
 

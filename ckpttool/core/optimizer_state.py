@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any, NamedTuple, Union
 
 from ckpttool.core.checkpoint import TensorEntry
+from ckpttool.core.strides import Shape
 from ckpttool.core.values import dataclass
 
 ID, FQN, FLAT = "id", "fqn", "flat"
@@ -21,7 +22,7 @@ class FilledTensor(NamedTuple):
     """A tensor of state whose elements are one number."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     fill: float | bool
 
 
@@ -87,7 +88,7 @@ class OptimizerState:
         values = chain(*(slots.values() for slots in self.state.values()))
         return all(value is None for value in values)
 
-    def shapes(self, param: Param) -> dict[str, tuple[int, ...]]:
+    def shapes(self, param: Param) -> dict[str, Shape]:
         """Return the shape of each tensor in a parameter's state, by the name of the state."""
         shapes = {}
         for name, value in self.state.get(param, {}).items():

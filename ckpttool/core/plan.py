@@ -27,6 +27,7 @@ from ckpttool.core.schema import (
     record,
     unless_empty,
 )
+from ckpttool.core.strides import Shape
 from ckpttool.core.text import dotted, title_of
 from ckpttool.core.values import dataclass, public
 
@@ -106,7 +107,7 @@ class OptimizerMove:
     form: str
     groups: tuple[GroupMove, ...]
     sources: Mapping[str, Expression]
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
     created: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 

@@ -1,11 +1,13 @@
-"""Strides of dense tensors, in elements."""
+"""Shapes and strides of dense tensors, in elements."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+Shape = tuple[int, ...]
 
-def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+
+def contiguous_stride(shape: Shape) -> tuple[int, ...]:
     """Return row-major strides, in elements, as of a new tensor of this shape.
 
     Each call makes a new tuple: pickle would write a shared one as a reference.

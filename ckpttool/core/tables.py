@@ -10,6 +10,7 @@ from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.core.expression import Expression
 from ckpttool.core.names import RuntimeTensor, SerializedKey
 from ckpttool.core.plan import ModuleRename
+from ckpttool.core.strides import Shape
 
 
 class Keyed(Protocol):
@@ -71,7 +72,7 @@ def first_names(runtime: Iterable[RuntimeTensor]) -> list[str]:
 
 def shapes_of(
     tensors: Iterable[SerializedKey | TensorEntry],
-) -> dict[str, tuple[int, ...] | None]:
+) -> dict[str, Shape | None]:
     """Return the shape of each tensor by its key."""
     return {tensor.key: tensor.shape for tensor in tensors}
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.core.checkpoint import Checkpoint, Kind, Section, TensorEntry, in_row_major
 from ckpttool.core.errors import CkptError
+from ckpttool.core.strides import Shape
 from ckpttool.core.text import Note, plural, some
 from ckpttool.diffing.result import HARMLESS, STATUSES, Diff, kinds_by_side, outlines, statuses_of
 from ckpttool.diffing.sections import compare, without_dtypes
@@ -69,7 +70,7 @@ def load(model: ModelOperand, checkpoint: Checkpoint, section: Section, kind: Ki
     )
 
 
-def _section_of(saved: Mapping[str, tuple[str, tuple[int, ...]]]) -> Section:
+def _section_of(saved: Mapping[str, tuple[str, Shape]]) -> Section:
     tensors: list[TensorEntry] = []
     for key, (dtype, shape) in saved.items():
         tensors.append(in_row_major(key, dtype, shape, None))

@@ -9,6 +9,7 @@ from ckpttool.containers.rank_shards import (
     is_of_ranks,
 )
 from ckpttool.core.checkpoint import Section
+from ckpttool.core.strides import Shape
 from ckpttool.core.text import Note, plural, some
 from ckpttool.diffing.causes import FIELDS, Sides
 from ckpttool.diffing.result import Entry
@@ -118,7 +119,7 @@ def _about_adapter(adapter: Adapter, sides: Sides, adapted: int, lost: int) -> s
     return words
 
 
-def _plain_shapes(section: Section) -> dict[str, tuple[int, ...]]:
+def _plain_shapes(section: Section) -> dict[str, Shape]:
     """Return the shapes of tensors that are whole, and not quantized: others may be packed."""
     packed = {weight.weight for weight in quantized_weights(section)}
     shapes = {}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.core import expression as ex
-from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
+from ckpttool.core.checkpoint import AnyEntry, Entries, ExtraEntry, Section, TensorEntry
 from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.names import RUNTIME, SERIALIZED, Hook, Names, SerializedKey
 from ckpttool.core.tables import by_key, inverse, sources_of
@@ -15,7 +15,7 @@ from ckpttool.core.text import is_flat
 from ckpttool.diffing.causes import Cause, Code, segment_change, wrapper_cause
 from ckpttool.diffing.names import computed_cause
 from ckpttool.diffing.one_model import components, other_keys
-from ckpttool.diffing.pairs import Object, Objects, shape_or_dtype, under_another_name
+from ckpttool.diffing.pairs import shape_or_dtype, under_another_name
 from ckpttool.diffing.result import Entry, only_left, only_right
 from ckpttool.evaluate.compare import same_values
 from ckpttool.naming.convert import read_keys
@@ -30,7 +30,7 @@ class Unpaired:
     (None for an extra state).
     """
 
-    def __init__(self, saved: Objects, expected: dict[str, SerializedKey | None]) -> None:
+    def __init__(self, saved: Entries, expected: dict[str, SerializedKey | None]) -> None:
         self.saved = {key: entry for key, entry in saved.items() if key not in expected}
         self.expected = {key: tensor for key, tensor in expected.items() if key not in saved}
 
@@ -98,7 +98,7 @@ def _under_expected_keys(
     return renamed
 
 
-def _under_one_key(entry: Object, expected: SerializedKey | None, rejected: bool) -> Entry:
+def _under_one_key(entry: AnyEntry, expected: SerializedKey | None, rejected: bool) -> Entry:
     """Return the entry of a key that both have; loading may have `rejected` it."""
     key = (entry.key,)
     if rejected and expected is not None:
@@ -114,7 +114,7 @@ def _under_one_key(entry: Object, expected: SerializedKey | None, rejected: bool
 
 
 def _only_in_model(
-    keys: Iterable[str], names: Names, saved: Objects, verdict: Verdict | None
+    keys: Iterable[str], names: Names, saved: Entries, verdict: Verdict | None
 ) -> Iterator[Entry]:
     """Yield an entry for each key that the file does not have; a tied one may be there under
     another name.
@@ -309,7 +309,7 @@ def _readers(verdict: Verdict | None) -> dict[str, list[str]]:
 def _with_lost_values(
     entries: Iterable[Entry],
     names: Names,
-    saved: Objects,
+    saved: Entries,
     verdict: Verdict | None,
     readers: Container[str],
 ) -> Iterator[Entry]:
@@ -346,7 +346,7 @@ def _tied(names: Names) -> dict[str, list[str]]:
 
 
 def _overwritten(
-    names: Names, saved: Objects, verdict: Verdict | None, readers: Container[str]
+    names: Names, saved: Entries, verdict: Verdict | None, readers: Container[str]
 ) -> dict[str, Entry]:
     """Return entries of tied keys for which the file has different values: loading keeps one of
     them.
@@ -403,7 +403,7 @@ def _loadings(names: Names, verdict: Verdict) -> Iterator[_TensorLoad]:
 
 
 def _read_otherwise(
-    names: Names, saved: Objects, verdict: Verdict, readers: Container[str]
+    names: Names, saved: Entries, verdict: Verdict, readers: Container[str]
 ) -> dict[str, Entry]:
     """Return entries of keys that the model saves, and whose values it does not get by loading
     them.
@@ -440,7 +440,7 @@ def _read_otherwise(
     return entries
 
 
-def _has_equal_twin(saved: Objects, key: str, twins: Iterable[str]) -> bool:
+def _has_equal_twin(saved: Entries, key: str, twins: Iterable[str]) -> bool:
     """Return whether another one of the tied keys has the same value."""
     for twin in twins:
         if twin != key and _have_same_values(saved, key, twin):
@@ -448,7 +448,7 @@ def _has_equal_twin(saved: Objects, key: str, twins: Iterable[str]) -> bool:
     return False
 
 
-def _takes_the_same(loading: _TensorLoad, tied: Mapping[str, list[str]], saved: Objects) -> bool:
+def _takes_the_same(loading: _TensorLoad, tied: Mapping[str, list[str]], saved: Entries) -> bool:
     """Return whether the tensor gets what saves it, a tied key, or other keys with the same
     values.
     """
@@ -464,7 +464,7 @@ def _takes_the_same(loading: _TensorLoad, tied: Mapping[str, list[str]], saved: 
     return all(_have_same_values(saved, key, other) for key, other in others.items())
 
 
-def _have_same_values(saved: Objects, key: str, other: str) -> bool:
+def _have_same_values(saved: Entries, key: str, other: str) -> bool:
     return key in saved and other in saved and same_values(saved[key], saved[other])
 
 

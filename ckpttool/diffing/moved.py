@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeGuard
 
-from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
+from ckpttool.core.checkpoint import AnyEntry, Section, TensorEntry
 from ckpttool.core.expression import Op, Ref
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import Cause, Code
@@ -164,7 +164,7 @@ class Rotary:
         return (-1, half, 2) if self.left_is_adjacent else (-1, 2, half)
 
 
-def rotary(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry) -> Rotary | None:
+def rotary(left: AnyEntry, right: AnyEntry) -> Rotary | None:
     """Return how the rows of two tensors are in the two rotary orders; None if they are not."""
     if not _is_dense(left) or not _is_dense(right):
         return None

@@ -10,14 +10,14 @@ from itertools import chain, product
 from typing import NamedTuple
 
 from ckpttool.core import expression as ex
-from ckpttool.core.checkpoint import Section
+from ckpttool.core.checkpoint import AnyEntry, Entries, Section
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.expression import Expression, Ref, substitute
 from ckpttool.core.names import RUNTIME, SERIALIZED, Hook, Names
 from ckpttool.core.tables import inverse
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import Cause, Code, segment_change, wrapper_cause
-from ckpttool.diffing.pairs import Object, Objects, Values, compare_pair, renamed
+from ckpttool.diffing.pairs import Values, compare_pair, renamed
 from ckpttool.diffing.result import Entry, only_left, only_right
 from ckpttool.diffing.sections import leftover
 from ckpttool.diffing.sides import BothSides
@@ -90,7 +90,7 @@ class _ReadSection(NamedTuple):
     section: Section
     form: str
     names: Mapping[str, str]  # key -> name in the form
-    entries: Objects
+    entries: Entries
     values: Mapping[str, Expression]
 
     @staticmethod
@@ -239,8 +239,8 @@ def _check_versions(tables: NameTables, left: Section, right: Section) -> None:
 
 
 def _same_tensor(
-    left: Object,
-    right: Object,
+    left: AnyEntry,
+    right: AnyEntry,
     hooks: Mapping[str, Hook | None],
     values: Values | None,
 ) -> Entry:
@@ -335,7 +335,7 @@ def _difference(
     return Entry("value", key, key, Cause(Code.UNREAD), None, reason)
 
 
-def _entry(name: str, source: Expression, entries: Objects) -> Object:
+def _entry(name: str, source: Expression, entries: Entries) -> AnyEntry:
     if isinstance(source, Ref):
         return entries[source.key].under(name)
     return entry_of(name, source, entries)

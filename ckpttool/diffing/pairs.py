@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import chain
 
@@ -13,9 +13,10 @@ from ckpttool.containers.rank_shards import (
     rank_pairs,
 )
 from ckpttool.containers.tensors import is_dense, kind
-from ckpttool.core.checkpoint import ExtraEntry, TensorEntry
+from ckpttool.core.checkpoint import AnyEntry, ExtraEntry, TensorEntry
 from ckpttool.core.dtypes import PLAIN
 from ckpttool.core.names import Hook
+from ckpttool.core.strides import Shape
 from ckpttool.core.tables import by_key
 from ckpttool.diffing.causes import Cause, Code
 from ckpttool.diffing.result import Entry
@@ -23,15 +24,11 @@ from ckpttool.evaluate.compare import Difference, same_objects
 from ckpttool.formats.remarks import is_placeholder
 from ckpttool.kinds.parts import joined_alike, joined_dimension
 
-# An entry of a checkpoint, and all entries of a section by key.
-Object = TensorEntry | ExtraEntry
-Objects = Mapping[str, Object]
-
 # Say how the values of two tensors differ, after the conversion to the right's dtype.
 Values = Callable[[TensorEntry, TensorEntry], Difference | None]
 
 
-def compare_pair(left: Object, right: Object, values: Values | None = None) -> Entry:
+def compare_pair(left: AnyEntry, right: AnyEntry, values: Values | None = None) -> Entry:
     """Compare one tensor or object, under one key or two."""
     key = (left.key,)
     keys = key, key if left.key == right.key else (right.key,)
@@ -65,7 +62,7 @@ def _compare_tensors(
     return difference or Entry("same", *keys)
 
 
-def _have_same_outline(left: Object, right: Object) -> bool:
+def _have_same_outline(left: AnyEntry, right: AnyEntry) -> bool:
     """Return whether both are whole dense tensors of one dtype and shape, as almost all are."""
     return (
         isinstance(left, TensorEntry)
@@ -120,7 +117,7 @@ def _is_plain(entry: TensorEntry) -> bool:
 
 
 def shape_or_dtype(
-    left: TensorEntry, dtype: str, shape: tuple[int, ...] | None, *keys: tuple[str, ...]
+    left: TensorEntry, dtype: str, shape: Shape | None, *keys: tuple[str, ...]
 ) -> Entry | None:
     """Return the entry of a tensor that differs in shape or dtype from what is expected; a shape of
     None is any.
@@ -137,9 +134,7 @@ def shape_or_dtype(
     return None
 
 
-def _split(
-    entry: TensorEntry, whole: tuple[int, ...], code: Code, *keys: tuple[str, ...]
-) -> Entry | None:
+def _split(entry: TensorEntry, whole: Shape, code: Code, *keys: tuple[str, ...]) -> Entry | None:
     """Return the entry of a tensor whose parts on the ranks are a tensor of the `whole` shape
     together; None if they are not.
     """
@@ -167,11 +162,11 @@ def _split_on_both(left: TensorEntry, right: TensorEntry, *keys: tuple[str, ...]
     return Entry("shape", keys[0], keys[1], cause, None, detail)
 
 
-def _shapes_of_parts(entry: TensorEntry) -> list[tuple[int, ...]]:
+def _shapes_of_parts(entry: TensorEntry) -> list[Shape]:
     return [part.shape for part in parts_of(entry) if part is not None]
 
 
-def _counted(shapes: list[tuple[int, ...]]) -> str:
+def _counted(shapes: list[Shape]) -> str:
     """Return ``2 parts [8, 8]``."""
     others = "" if len(set(shapes)) == 1 else " and others"
     return f"{len(shapes)} parts {list(shapes[0])}{others}"
@@ -222,8 +217,8 @@ def _compare_inside(left: ExtraEntry, right: ExtraEntry, values: Values | None) 
 
 
 def renamed(
-    left: Object,
-    right: Object,
+    left: AnyEntry,
+    right: AnyEntry,
     cause: Cause | None,
     values: Values | None = None,
     hook: Hook | None = None,

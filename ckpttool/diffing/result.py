@@ -29,6 +29,7 @@ from ckpttool.core.schema import (
     row,
     unless_empty,
 )
+from ckpttool.core.strides import Shape
 from ckpttool.core.tables import by_key
 from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.causes import NAMES, SIDES, Cause, Code, Sides
@@ -77,7 +78,7 @@ class Outline(Protocol):
         """Torch's name without ``torch.``."""
 
     @property
-    def shape(self) -> tuple[int, ...] | None:
+    def shape(self) -> Shape | None:
         """Its sizes."""
 
 

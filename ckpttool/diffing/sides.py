@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
+from ckpttool.core.checkpoint import AnyEntry, Checkpoint, Section
 from ckpttool.core.names import Names
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import FIELDS, Cause
@@ -43,9 +43,9 @@ class Side:
         return sections
 
     @property
-    def loose_entries(self) -> dict[str, TensorEntry | ExtraEntry]:
+    def loose_entries(self) -> dict[str, AnyEntry]:
         """The entries outside of state dicts and optimizers, by their dotted path."""
-        entries: dict[str, TensorEntry | ExtraEntry] = {}
+        entries: dict[str, AnyEntry] = {}
         for section in self.checkpoint.sections:
             if section.kind == "other":
                 entries.update(section.by_key())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ckpttool.core import expression as ex
-from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
+from ckpttool.core.checkpoint import AnyEntry, Checkpoint, Entries, ExtraEntry, Section, TensorEntry
 from ckpttool.core.errors import CkptError, Problem, Refused, same_problem
 from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.options import call_text
@@ -19,7 +19,6 @@ from ckpttool.core.text import plural, shell
 from ckpttool.evaluate import ops
 from ckpttool.evaluate.compare import digest
 
-Entries = Mapping[str, TensorEntry | ExtraEntry]
 # Runs a model's code on the entries of a section, under the model's names, and returns the values
 # of the given names.
 Runner = Callable[[ModelRun, Section, Sequence[str]], Mapping[str, TensorEntry]]
@@ -218,7 +217,7 @@ def _with_outputs(
     tensor's further names to its first: values computed from tied weights stay tied.
     """
     computed: dict[ex.Argument, TensorEntry] = {}
-    results: list[TensorEntry | ExtraEntry] = []
+    results: list[AnyEntry] = []
     problems: list[Problem] = []
     for output in outputs:
         if isinstance(output.source, Ref):

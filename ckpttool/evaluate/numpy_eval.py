@@ -13,6 +13,7 @@ import numpy as np
 
 from ckpttool.core.checkpoint import Lazy, Span, TensorEntry
 from ckpttool.core.dtypes import itemsize
+from ckpttool.core.strides import Shape
 from ckpttool.io.pieces import read_all, read_span, read_spans
 
 Array = np.ndarray[Any, Any]
@@ -160,7 +161,7 @@ def gathered(entry: TensorEntry) -> memoryview:
     return np.ascontiguousarray(view).reshape(-1).view(np.uint8).data
 
 
-def _read_spanned(entry: TensorEntry, data: Span) -> tuple[bytearray, tuple[int, ...]]:
+def _read_spanned(entry: TensorEntry, data: Span) -> tuple[bytearray, Shape]:
     """Return the bytes that the tensor spans, and its strides in them, as `gathered` reads them."""
     size, stride = itemsize(entry.dtype), entry.stride
     start = data.offset + entry.offset * size

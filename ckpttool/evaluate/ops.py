@@ -11,17 +11,16 @@ from itertools import zip_longest
 from math import isfinite, prod
 from typing import Any, Literal, NamedTuple
 
-from ckpttool.core.checkpoint import ExtraEntry, Lazy, Storage, TensorEntry, in_row_major
+from ckpttool.core.checkpoint import Entries, Lazy, Storage, TensorEntry, in_row_major
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.expression import Argument, Expression, Op, Ref, Special, refs
 from ckpttool.core.limits import limits
-from ckpttool.core.strides import contiguous_stride, distance_to_last
+from ckpttool.core.strides import Shape, contiguous_stride, distance_to_last
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.chunks import concatenated, row_major, window
 from ckpttool.evaluate.compare import elements, whole_elements
 
 Arguments = Mapping[str, Any]  # by their names in torch's schema, with torch's tensors
-Entries = Mapping[str, TensorEntry | ExtraEntry]
 
 GETITEM = "getitem"  # one of the tensors that another operator returns
 CONTIGUOUS = Special("memory_format", "contiguous_format")
@@ -249,7 +248,7 @@ def _chunk(entry: TensorEntry, count: int, dim: int = 0) -> _Slices:
     return _split(entry, -(-entry.shape[dim] // count), dim)
 
 
-def _split_with_sizes(entry: TensorEntry, sizes: tuple[int, ...], dim: int = 0) -> _Slices:
+def _split_with_sizes(entry: TensorEntry, sizes: Shape, dim: int = 0) -> _Slices:
     if dim >= len(entry.shape) or sum(sizes) != entry.shape[dim]:
         raise NotOnIndex
     return _Slices(entry, dim, list(sizes))
@@ -269,7 +268,7 @@ def _permute(entry: TensorEntry, dims: tuple[int, ...]) -> TensorEntry:
     return replace(entry, shape=shape, stride=stride)
 
 
-def _reshape(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
+def _reshape(entry: TensorEntry, shape: Shape) -> TensorEntry:
     if not entry.is_contiguous or prod(shape) != entry.numel:
         raise NotOnIndex
     return replace(entry, shape=shape, stride=contiguous_stride(shape))

@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-from ckpttool.core.checkpoint import ExtraEntry, Lazy, Span, Storage, TensorEntry, in_row_major
+from ckpttool.core.checkpoint import (
+    Entries,
+    Lazy,
+    Span,
+    Storage,
+    TensorEntry,
+    in_row_major,
+)
 from ckpttool.core.dtypes import PLAIN
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.expression import Argument, Expression, Op, Ref, Special, parts, refs
@@ -275,9 +282,7 @@ def _special(node: Special, device: torch.device) -> Any:
     return value
 
 
-def entry_of(
-    key: str, source: Expression, entries: Mapping[str, TensorEntry | ExtraEntry]
-) -> TensorEntry:
+def entry_of(key: str, source: Expression, entries: Entries) -> TensorEntry:
     """Return the entry `key` with the value of `source`: a view if it is one, else bytes computed
     when written.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from ckpttool.core.strides import Shape
 from ckpttool.core.text import MODEL, OLD, OLD_OPTIMIZER, OPTIMIZER, Note, Placeholder, some
 from ckpttool.diffing.causes import Code
 from ckpttool.diffing.result import Remedy
@@ -182,7 +183,7 @@ def _lacks_values(question: DiffQuestion) -> bool:
     if question.model is None or left is None or not left.state_dicts:
         return False
     largest = max(left.state_dicts, key=lambda section: len(section.keys))
-    in_file, in_model = Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()
+    in_file, in_model = Counter[Shape](), Counter[Shape]()
     in_file.update(entry.shape for entry in largest.tensors)
     for key in question.model.names().serialized:
         if key.shape is not None:

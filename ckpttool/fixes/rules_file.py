@@ -8,11 +8,12 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
-from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
+from ckpttool.core.checkpoint import Checkpoint, Entries, Section, TensorEntry
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import refs
+from ckpttool.core.strides import Shape
 from ckpttool.core.tables import selected
 from ckpttool.core.text import Note, plural, shell, some, visible
 from ckpttool.core.values import dataclass
@@ -29,8 +30,6 @@ from ckpttool.remapping.options import RemapOptions
 from ckpttool.ruleset.infer_rules import numbered, patterns, renames
 from ckpttool.ruleset.parse import steps_of
 from ckpttool.ruleset.steps import state_of
-
-Entries = Mapping[str, Union[TensorEntry, ExtraEntry]]
 
 _HEAD = """\
 # Rules that `ckpttool diff --suggest` inferred: they give the left side the names and shapes of the right side.
@@ -219,7 +218,7 @@ class _Fusion(NamedTuple):
 
     splits: bool
     names: tuple[str, ...]
-    sizes: tuple[int, ...] | None
+    sizes: Shape | None
 
 
 def _fusion(

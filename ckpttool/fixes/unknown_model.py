@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Union
 
-from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
+from ckpttool.core.checkpoint import AnyEntry, ExtraEntry, Section, TensorEntry
 from ckpttool.core.text import MODEL
 from ckpttool.diffing.key_notes import without_segment
 from ckpttool.diffing.models import program_and_weights
@@ -88,16 +88,16 @@ def _remap(question: DiffQuestion, to: str) -> str:
     return command("remap", (left.source,), RemapOptions(model=MODEL, to=to, out=out))
 
 
-Entries = Mapping[str, Union[TensorEntry, ExtraEntry, None]]
+_SomeEntries = Mapping[str, Union[TensorEntry, ExtraEntry, None]]
 
 
-def _by_name(section: Section, keys: Iterable[str]) -> Entries:
+def _by_name(section: Section, keys: Iterable[str]) -> _SomeEntries:
     """Return the entries of these keys by their names without segments of wrappers."""
     names, entries = canonical_in(section), section.by_key()
     return {names.get(key, key): entries.get(key) for key in keys}
 
 
-def _are_shortened(short: Entries, long: Entries) -> bool:
+def _are_shortened(short: _SomeEntries, long: _SomeEntries) -> bool:
     """Return True if each shorter name is exactly one longer name without a segment, with the same
     dtype and shape.
     """
@@ -112,5 +112,5 @@ def _are_shortened(short: Entries, long: Entries) -> bool:
     return True
 
 
-def _outline(entry: TensorEntry | ExtraEntry | None) -> object:
+def _outline(entry: AnyEntry | None) -> object:
     return (entry.dtype, entry.shape) if isinstance(entry, TensorEntry) else None

@@ -17,6 +17,7 @@ from ckpttool.containers.tensors import MAX_DIMS
 from ckpttool.core import dtypes
 from ckpttool.core.checkpoint import Span, TensorEntry
 from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.strides import Shape
 from ckpttool.core.tables import by_key
 from ckpttool.core.text import some
 from ckpttool.core.values import dataclass
@@ -53,9 +54,9 @@ class TensorItem:
     """
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     chunks: tuple[tuple[Chunk, FileRange], ...]
-    more: tuple[tuple[int, ...] | None, ...] = ()
+    more: tuple[Shape | None, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -234,11 +235,11 @@ def _list(node: Any) -> Sequence[Any]:
     raise ValueError(f"{type(node).__name__} instead of a list")
 
 
-def _sizes_if_any(node: Any) -> tuple[int, ...] | None:
+def _sizes_if_any(node: Any) -> Shape | None:
     return None if node is None else _sizes(node)
 
 
-def _sizes(node: Any) -> tuple[int, ...]:
+def _sizes(node: Any) -> Shape:
     sizes = node
     if type(node) is Call and node.func == Global("torch", "Size"):
         sizes = node.args[0]
@@ -259,7 +260,7 @@ def spelled(metadata: Metadata) -> bytes:
     nodes = _TorchNodes()
     places = {}
     for key, item in metadata.items.items():
-        chunks: list[tuple[tuple[int, ...] | None, FileRange]]
+        chunks: list[tuple[Shape | None, FileRange]]
         if isinstance(item, BytesItem):
             chunks = [(None, item.place)]
         else:
@@ -295,7 +296,7 @@ class _TorchNodes:
     def object(self, module: str, name: str, state: Any = ABSENT) -> Call:
         return made_of(self.name(module, name), state)
 
-    def size(self, sizes: tuple[int, ...]) -> Call:
+    def size(self, sizes: Shape) -> Call:
         return Call(self.name("torch", "Size"), (sizes,))
 
     def item(self, item: Item) -> Call:
@@ -354,7 +355,7 @@ def locate_chunks(folder: str, metadata: Metadata) -> Metadata:
     return replace(metadata, items=items)
 
 
-def _span_of(entry: TensorEntry | None, dtype: str, shape: tuple[int, ...]) -> Span | None:
+def _span_of(entry: TensorEntry | None, dtype: str, shape: Shape) -> Span | None:
     """Return the bytes of a tensor; None if it has another dtype or shape."""
     if entry is None or (entry.dtype, entry.shape) != (dtype, shape):
         return None

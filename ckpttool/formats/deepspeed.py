@@ -21,7 +21,9 @@ from ckpttool.containers.tensors import MOST, Storages, entry_of, is_tensor, mal
 from ckpttool.containers.tree import extra_of
 from ckpttool.containers.zip_read import read_archive
 from ckpttool.core.checkpoint import (
+    AnyEntry,
     Checkpoint,
+    Entries,
     ExtraEntry,
     Part,
     Section,
@@ -29,7 +31,7 @@ from ckpttool.core.checkpoint import (
     in_row_major,
 )
 from ckpttool.core.errors import CkptError, Problem, same_problem
-from ckpttool.core.strides import contiguous_stride
+from ckpttool.core.strides import Shape, contiguous_stride
 from ckpttool.core.tables import present
 from ckpttool.core.text import shell, some
 from ckpttool.core.values import dataclass, many_objects
@@ -85,7 +87,7 @@ class RankFile:
             raise self.malformed(f"{title} is not a list")
         return list(node or ())
 
-    def shape(self, node: Any, title: str) -> tuple[int, ...]:
+    def shape(self, node: Any, title: str) -> Shape:
         """Return the sizes of a node. Raises `CkptError`, with the node's `title`, if it has
         none.
         """
@@ -133,8 +135,8 @@ class RankFile:
     def state(self) -> dict[Any, Any]:
         return self.mapping(self.items.get("optimizer_state_dict"), "optimizer_state_dict")
 
-    def entries(self, key: str) -> dict[str, TensorEntry | ExtraEntry]:
-        entries: dict[str, TensorEntry | ExtraEntry] = {}
+    def entries(self, key: str) -> dict[str, AnyEntry]:
+        entries: dict[str, AnyEntry] = {}
         for name, node in self.mapping(self.items.get(key), key).items():
             entry_from = entry_of if is_tensor(node) else extra_of
             entries[str(name)] = entry_from(str(name), node, self.storages)
@@ -165,7 +167,7 @@ class RankFiles:
     universal: str | None = None
 
 
-def _tensors_of(entries: Mapping[str, TensorEntry | ExtraEntry]) -> dict[str, TensorEntry]:
+def _tensors_of(entries: Entries) -> dict[str, TensorEntry]:
     return {key: entry for key, entry in entries.items() if isinstance(entry, TensorEntry)}
 
 
@@ -340,7 +342,7 @@ def _partition_count(file: RankFile) -> int:
     return int(counts[0])
 
 
-Shapes = Mapping[str, tuple[int, ...]]
+Shapes = Mapping[str, Shape]
 
 # Keys of the model's file that describe the run and its partitions. Without them, the tensors lose
 # nothing.
@@ -417,7 +419,7 @@ class _FlatLayout:
     stage: int
     groups: tuple[Shapes, ...]
     gaps: tuple[tuple[int, ...], ...]
-    sizes: tuple[tuple[int, ...], ...]
+    sizes: tuple[Shape, ...]
 
     def places(self) -> Iterator[tuple[int, str, tuple[int, ...], int]]:
         """Yield the param group, name, shape and first element of each parameter, of ZeRO-1 and
@@ -518,7 +520,7 @@ def _partitions(
 _PADDINGS, _SLICES = "param_alignment_paddings", "param_slice_mappings"
 
 
-def _gaps(file: RankFile, groups: Sequence[Shapes]) -> tuple[tuple[int, ...], ...]:
+def _gaps(file: RankFile, groups: Sequence[Shapes]) -> tuple[Shape, ...]:
     """Return the padding after each parameter of each param group; none is saved without
     padding.
     """
@@ -558,7 +560,7 @@ def _layout_problems(layout: _FlatLayout) -> list[Problem]:
     return problems
 
 
-def _have_gaps(groups: Sequence[Shapes], gaps: Sequence[tuple[int, ...]]) -> bool:
+def _have_gaps(groups: Sequence[Shapes], gaps: Sequence[Shape]) -> bool:
     """Return whether each parameter of each group has a padding."""
     if [len(paddings) for paddings in gaps] != [len(shapes) for shapes in groups]:
         return False
@@ -568,7 +570,7 @@ def _have_gaps(groups: Sequence[Shapes], gaps: Sequence[tuple[int, ...]]) -> boo
     return True
 
 
-def _stage_3_problems(groups: Sequence[Shapes], sizes: Sequence[tuple[int, ...]]) -> list[Problem]:
+def _stage_3_problems(groups: Sequence[Shapes], sizes: Sequence[Shape]) -> list[Problem]:
     expected = 0
     for shapes in groups:
         for shape in shapes.values():
@@ -727,7 +729,7 @@ def _model(
             problems=same_problem(text, unknown),
         )
     objects = {name: entry for name, entry in entries.items() if isinstance(entry, ExtraEntry)}
-    expected: dict[str, TensorEntry | ExtraEntry] = {**saved_whole, **objects}
+    expected: dict[str, AnyEntry] = {**saved_whole, **objects}
     for file in files.models[1:]:
         others = file.entries("module")
         for name, entry in expected.items():

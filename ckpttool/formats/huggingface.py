@@ -10,7 +10,14 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry, Unreached
+from ckpttool.core.checkpoint import (
+    AnyEntry,
+    Checkpoint,
+    ExtraEntry,
+    Section,
+    TensorEntry,
+    Unreached,
+)
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.tables import by_key
 from ckpttool.core.text import Note, plural, shell, some
@@ -177,7 +184,7 @@ class _Merged(NamedTuple):
 
 def _merged(shards: Mapping[str, Checkpoint], weight_map: Mapping[str, str] | None) -> _Merged:
     """Put the shards together, with their entries in the order of the index, if there is one."""
-    entries: dict[str, TensorEntry | ExtraEntry] = {}
+    entries: dict[str, AnyEntry] = {}
     home: dict[str, str] = {}
     again: dict[str, str] = {}
     modules: dict[str, object] | None = None

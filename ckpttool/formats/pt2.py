@@ -16,8 +16,8 @@ from ckpttool.containers.tensors import Carried
 from ckpttool.containers.zip_read import STORED, Archive, Record, read_archive, read_record
 from ckpttool.containers.zip_write import NewRecord, layout_archive, with_new
 from ckpttool.core.checkpoint import (
+    AnyEntry,
     Checkpoint,
-    ExtraEntry,
     Lazy,
     Section,
     Span,
@@ -46,7 +46,7 @@ def under_old_names(old: Section, new: Section) -> tuple[Section, dict[str, str]
     for key, entry in old.by_key().items():
         old_keys.setdefault(id(entry.payload), []).append(key)
 
-    def old_key(entry: TensorEntry | ExtraEntry) -> str:
+    def old_key(entry: AnyEntry) -> str:
         keys = old_keys.get(id(entry.payload), ())
         return keys[0] if len(keys) == 1 else entry.key
 

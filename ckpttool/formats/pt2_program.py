@@ -97,10 +97,10 @@ def compressed(path: str, record: str) -> CkptError:
     return CkptError(f"{path} is compressed (record {record}), which torch never does", hint=hint)
 
 
-Entries = tuple[tuple[TensorEntry, ...], tuple[ExtraEntry, ...]]
+_Contents = tuple[tuple[TensorEntry, ...], tuple[ExtraEntry, ...]]
 
 
-def _sections(weights: Entries, constants: Entries) -> tuple[Section, ...]:
+def _sections(weights: _Contents, constants: _Contents) -> tuple[Section, ...]:
     """Return the sections of a program; the constants are one only if there are some."""
     state_dict = Section("", "state_dict", *weights, has_runtime_names=True)
     if not any(constants):
@@ -287,7 +287,7 @@ def read_since_2_9(archive: Archive, root: str, name: str) -> Program:
     """
     homes: dict[Storage, StoragePlace] = {}
     configs: list[str] = []
-    entries: list[Entries] = []
+    entries: list[_Contents] = []
     for kind in ("weights", "constants"):
         folder = f"{root}data/{kind}/"
         config = f"{folder}{name}_{kind}_config.json"
@@ -306,7 +306,7 @@ def renamed_config(program: Program, index: str, names: Mapping[str, str]) -> by
 
 def _payloads(
     archive: Archive, folder: str, config: str, homes: dict[Storage, StoragePlace]
-) -> Entries:
+) -> _Contents:
     """Return the tensors and the other objects that the config lists; their records are in the
     folder.
     """
@@ -402,7 +402,7 @@ def _read_nested(
     homes: dict[Storage, StoragePlace] = {}
     left: list[Unreached] = []
     weights = _nested_entries(archive, records[0], homes, left)
-    constants: Entries = ((), ())
+    constants: _Contents = ((), ())
     if records[1] in archive.by_name:  # torch 2.1 wrote no constants
         constants = _nested_entries(archive, records[1], homes, left)
     return Program(
@@ -434,7 +434,7 @@ def renamed_until_2_8(
 
 def _nested_entries(
     archive: Archive, record: str, homes: dict[Storage, StoragePlace], left: list[Unreached]
-) -> Entries:
+) -> _Contents:
     """Return the tensors and the other objects of the dict in the record."""
     pickle, storages, inner = open_record(archive, record)
     pairs = pairs_of(pickle.root)

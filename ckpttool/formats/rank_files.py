@@ -27,6 +27,7 @@ from ckpttool.containers.rank_shards import (
 from ckpttool.containers.tensors import MOST
 from ckpttool.containers.tree import Container
 from ckpttool.core.checkpoint import (
+    AnyEntry,
     Checkpoint,
     ExtraEntry,
     Lazy,
@@ -39,6 +40,7 @@ from ckpttool.core.checkpoint import (
 )
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.errors import CkptError, Problem, same_problem
+from ckpttool.core.strides import Shape
 from ckpttool.core.tables import present
 from ckpttool.core.text import Info, dotted, is_flat, shell, some
 from ckpttool.evaluate.chunks import across, concatenated
@@ -271,7 +273,7 @@ class _Merge:
         first = next(iter(by_rank.values()))
         kinds: list[Any] = [_ABSENT] * len(sections)
         mappings: list[Any] = list(kinds)
-        by_key: dict[str, list[TensorEntry | ExtraEntry | None]] = {}  # each entry, of each rank
+        by_key: dict[str, list[AnyEntry | None]] = {}  # each entry, of each rank
         for rank, section in by_rank.items():
             kinds[rank] = section.kind
             mappings[rank] = section.mapping
@@ -336,9 +338,7 @@ class _Merge:
             merged[key] = self._value(by_rank, tensors, f"{path}.{key}".lstrip("."))
         return merged if isinstance(first, Mapping) else type(first)(merged.values())
 
-    def _entry(
-        self, entries: Sequence[TensorEntry | ExtraEntry | None], path: str
-    ) -> TensorEntry | ExtraEntry:
+    def _entry(self, entries: Sequence[AnyEntry | None], path: str) -> AnyEntry:
         """Return the entry of which each rank has a part or a copy, or None."""
         held = [entry for entry in entries if entry is not None]
         first = held[0]
@@ -373,9 +373,7 @@ def _described(value: Any) -> str:
     return {dict: "a dict", ExtraEntry: "an object"}.get(type(value)) or repr(value)
 
 
-def _assembled(
-    entries: Sequence[TensorEntry | ExtraEntry | None], held: Sequence[TensorEntry | ExtraEntry]
-) -> TensorEntry | None:
+def _assembled(entries: Sequence[AnyEntry | None], held: Sequence[AnyEntry]) -> TensorEntry | None:
     """Return the tensor of the ranks' parts; None if they are objects or not dense.
 
     `held` are the entries of the ranks that have one. Plain tensors become the first rank's, with
@@ -406,9 +404,7 @@ def _complete_tensor(shard: LocalShard) -> tuple[object, ...]:
     return shard.shape, shard.dtype, shard.layout
 
 
-def _of_shards(
-    entries: Sequence[TensorEntry | ExtraEntry | None], key: str, kind: str
-) -> TensorEntry:
+def _of_shards(entries: Sequence[AnyEntry | None], key: str, kind: str) -> TensorEntry:
     """Return the tensor whose shards, of this kind, are on all ranks. Raises `CkptError` if they do
     not fit together.
     """
@@ -443,7 +439,7 @@ def _of_shards(
     return in_row_major(key, dtype, shape, storage, payload=parts)
 
 
-def _storage_of(shape: tuple[int, ...], size: int, chunks: Mapping[Chunk, TensorEntry]) -> Storage:
+def _storage_of(shape: Shape, size: int, chunks: Mapping[Chunk, TensorEntry]) -> Storage:
     """Return the storage of the tensor: its only chunk's, or assembled when it is read."""
 
     def produce() -> Iterator[Part]:

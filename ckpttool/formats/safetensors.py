@@ -29,7 +29,7 @@ from ckpttool.core.checkpoint import (
 )
 from ckpttool.core.dtypes import BY_NAME, BY_SAFETENSORS, itemsize
 from ckpttool.core.errors import CkptError, Problem, Refused
-from ckpttool.core.strides import contiguous_stride
+from ckpttool.core.strides import Shape, contiguous_stride
 from ckpttool.core.tables import positions
 from ckpttool.core.text import Note
 from ckpttool.core.values import dataclass, many_objects
@@ -77,7 +77,7 @@ class PackedElements:
     """
 
     code: str
-    shape: tuple[int, ...]
+    shape: Shape
     span: Span
 
 
@@ -628,7 +628,7 @@ def _layout_afresh(tensors: Sequence[TensorEntry], metadata: Any) -> list[Piece]
     return [_header(raw, _aligned(len(raw))), *pieces]
 
 
-def _code_and_shape(entry: TensorEntry) -> tuple[str, tuple[int, ...]]:
+def _code_and_shape(entry: TensorEntry) -> tuple[str, Shape]:
     """Return the dtype code and the shape for the header."""
     if isinstance(entry.payload, PackedElements):
         return entry.payload.code, entry.payload.shape

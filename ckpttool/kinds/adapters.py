@@ -12,11 +12,12 @@ from itertools import chain
 from typing import NamedTuple
 
 from ckpttool.core.checkpoint import Kind, Section, once_per_section
+from ckpttool.core.strides import Shape
 from ckpttool.core.text import may_mention, plural, shape_text
 from ckpttool.core.values import dataclass
 from ckpttool.naming.wrappers import ADAPTERS, PEFT_ROOT, canonical_keys
 
-Shapes = Mapping[str, tuple[int, ...]]
+Shapes = Mapping[str, Shape]
 # PEFT's name of each method, by the first word of the segment that it adds
 _METHODS = {
     "lora": "LoRA",

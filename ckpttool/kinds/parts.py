@@ -6,6 +6,7 @@ import re
 
 from ckpttool.containers.rank_shards import is_of_ranks, is_whole, parts_of
 from ckpttool.core.checkpoint import Kind, Section
+from ckpttool.core.strides import Shape
 from ckpttool.core.text import plural
 
 NAME = "tensor-parallel"
@@ -36,7 +37,7 @@ def is_fused(key: str) -> bool:
     return _FUSED.fullmatch(key) is not None
 
 
-def joined_dimension(shapes: list[tuple[int, ...]], whole: tuple[int, ...]) -> int | None:
+def joined_dimension(shapes: list[Shape], whole: Shape) -> int | None:
     """Return the one dimension along which parts of these shapes have the `whole` shape; None if
     there is none, or more than one.
     """
@@ -46,9 +47,7 @@ def joined_dimension(shapes: list[tuple[int, ...]], whole: tuple[int, ...]) -> i
     return dimensions[0] if len(dimensions) == 1 else None
 
 
-def joined_alike(
-    shapes: list[tuple[int, ...]], others: list[tuple[int, ...]]
-) -> tuple[int, ...] | None:
+def joined_alike(shapes: list[Shape], others: list[Shape]) -> Shape | None:
     """Return the one shape that both lists of parts can have if they are joined; None if there is
     none, or more than one.
     """
@@ -59,7 +58,7 @@ def joined_alike(
     return wholes.pop() if len(wholes) == 1 else None
 
 
-def _joined(shapes: list[tuple[int, ...]], dim: int) -> tuple[int, ...] | None:
+def _joined(shapes: list[Shape], dim: int) -> Shape | None:
     """Return the shape of parts that are joined along a dimension; None if they do not fit."""
     before, after = shapes[0][:dim], shapes[0][dim + 1 :]
     length = 0

@@ -16,7 +16,7 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from ckpttool.core.checkpoint import ExtraEntry, Section, Span, TensorEntry
+from ckpttool.core.checkpoint import AnyEntry, ExtraEntry, Section, Span, TensorEntry
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.optimizer_state import rebuilt
@@ -76,7 +76,7 @@ def put(
         return len(swap_weights(model, tensors, definition, cast=cast, in_place=True).sources)
 
 
-def _created(entry: TensorEntry | ExtraEntry, maker: Maker, problems: list[Problem]) -> Any:
+def _created(entry: AnyEntry, maker: Maker, problems: list[Problem]) -> Any:
     """Return the tensor or object that the safe loader of torch creates; add a problem if there is
     none.
     """

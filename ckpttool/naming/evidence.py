@@ -22,6 +22,7 @@ from typing import Union
 
 from ckpttool.core.checkpoint import TensorEntry
 from ckpttool.core.expression import Expression
+from ckpttool.core.strides import Shape
 from ckpttool.core.tables import owners
 from ckpttool.core.text import NUMBER as NUMBER_SEGMENT
 from ckpttool.core.text import Info, split_at_numbers
@@ -42,7 +43,7 @@ class Tensor:
 
     key: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
 
 
 Outlined = Union[Tensor, TensorEntry]

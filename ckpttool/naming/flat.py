@@ -9,6 +9,7 @@ from math import prod
 from ckpttool.core.checkpoint import Section, TensorEntry
 from ckpttool.core.errors import Problem
 from ckpttool.core.names import Names
+from ckpttool.core.strides import Shape
 from ckpttool.core.text import is_flat
 from ckpttool.core.values import dataclass
 from ckpttool.naming.wrappers import recognize, strip
@@ -33,7 +34,7 @@ class Slot:
     """
 
     fqns: tuple[str, ...]
-    shape: tuple[int, ...]
+    shape: Shape
     start: int
 
     @property

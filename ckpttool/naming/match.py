@@ -16,6 +16,7 @@ from ckpttool.core.errors import Problem
 from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.names import SERIALIZED, Hook, Names, RuntimeTensor
 from ckpttool.core.plan import Dropped, Output
+from ckpttool.core.strides import Shape
 from ckpttool.core.tables import by_key, inverse, selected, sources_of
 from ckpttool.core.text import dotted, may_mention
 from ckpttool.core.values import dataclass
@@ -536,7 +537,7 @@ class Likeness(NamedTuple):
     """What a tensor of the model is like. The shape of an opaque value may be unknown."""
 
     dtype: str
-    shape: tuple[int, ...] | None
+    shape: Shape | None
 
 
 @dataclass(frozen=True)
@@ -700,7 +701,7 @@ class NameTables:
         table = self.serialized_likeness if form == SERIALIZED else self.runtime_likeness
         return table.get(name)
 
-    def shape_of(self, name: str, form: str) -> tuple[int, ...] | None:
+    def shape_of(self, name: str, form: str) -> Shape | None:
         """Return the shape of a tensor of the model; None if it is not known."""
         likeness = self.likeness(name, form)
         return None if likeness is None else likeness.shape

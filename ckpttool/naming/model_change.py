@@ -11,6 +11,7 @@ from ckpttool.core.checkpoint import Section, TensorEntry
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.plan import Plan
+from ckpttool.core.strides import Shape
 from ckpttool.core.tables import inverse, selected
 from ckpttool.core.values import dataclass
 from ckpttool.naming import wrappers
@@ -106,7 +107,7 @@ class ModelChange:
                 new_names[name] = copied(strip(new_keys[key], paths))
         return new_names
 
-    def shapes(self, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    def shapes(self, names: Sequence[str]) -> dict[str, Shape]:
         entries = self.section.by_key()
         shapes = {}
         for name, key in self.keys_of(names).items():

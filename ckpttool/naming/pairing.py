@@ -19,6 +19,7 @@ from math import prod
 from typing import NamedTuple
 
 from ckpttool.core.expression import Op, Ref
+from ckpttool.core.strides import Shape
 from ckpttool.core.tables import by_key
 from ckpttool.core.text import Info
 from ckpttool.core.values import many_objects
@@ -772,8 +773,8 @@ def _by_certain_part(several: Iterable[Group]) -> Mapping[str, list[Group]]:
     return by_part
 
 
-def _shapes(several: Iterable[Group]) -> set[tuple[int, ...]]:
-    shapes: set[tuple[int, ...]] = set()
+def _shapes(several: Iterable[Group]) -> set[Shape]:
+    shapes: set[Shape] = set()
     for group in several:
         shapes.update(tensor.shape for tensor in group.members.values())
     return shapes
@@ -850,7 +851,7 @@ def _rows(parts: Sequence[Group]) -> Iterator[tuple[tuple[str, ...], tuple[Group
                 break
 
 
-def _sums(parts: Iterable[Iterable[tuple[int, ...]]]) -> Iterator[tuple[int, ...]]:
+def _sums(parts: Iterable[Iterable[Shape]]) -> Iterator[Shape]:
     """Yield the shapes of tensors whose parts have, each, one of these shapes."""
     for shapes in product(*parts):
         columns = {shape[1:] for shape in shapes}

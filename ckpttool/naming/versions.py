@@ -14,12 +14,13 @@ from enum import Enum
 
 from ckpttool.core.checkpoint import Section
 from ckpttool.core.plan import module_renames
+from ckpttool.core.strides import Shape
 from ckpttool.core.tables import new_paths, shapes_of
 from ckpttool.core.values import dataclass
 from ckpttool.naming import wrappers
 
 # name of an entry of a module, submodules included -> its shape
-Shapes = Mapping[str, "tuple[int, ...] | None"]
+Shapes = Mapping[str, "Shape | None"]
 
 
 class Effect(Enum):
@@ -110,14 +111,14 @@ def _versions(section: Section) -> dict[str, Mapping[str, object]]:
     return payloads
 
 
-def _shapes(section: Section) -> dict[str, tuple[int, ...] | None]:
+def _shapes(section: Section) -> dict[str, Shape | None]:
     shapes = shapes_of(section.tensors)
     return {name: shapes.get(key) for key, name in wrappers.canonical_in(section).items()}
 
 
-def _by_module(shapes: Shapes) -> dict[str, dict[str, tuple[int, ...] | None]]:
+def _by_module(shapes: Shapes) -> dict[str, dict[str, Shape | None]]:
     """Return the entries below each module, under their names in it."""
-    below: dict[str, dict[str, tuple[int, ...] | None]] = {}
+    below: dict[str, dict[str, Shape | None]] = {}
     for key, shape in shapes.items():
         path, name = key, ""
         while path:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import Names
+from ckpttool.core.strides import Shape
 from ckpttool.core.tables import by_path, shapes_of, without_tensors
 from ckpttool.core.text import shell
 from ckpttool.naming import wrappers
@@ -14,7 +15,7 @@ from ckpttool.naming.convert import is_complete_model
 from ckpttool.naming.match import NameTables
 from ckpttool.operands.checkpoint import model_section
 
-Likeness = Mapping[str, "tuple[int, ...] | None"]  # canonical name -> shape; None for other entries
+Likeness = Mapping[str, "Shape | None"]  # canonical name -> shape; None for other entries
 
 
 def of_one_model(

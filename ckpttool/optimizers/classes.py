@@ -14,9 +14,8 @@ from ckpttool.core.optimizer_state import (
     Param,
     ParamGroup,
 )
+from ckpttool.core.strides import Shape
 from ckpttool.core.values import dataclass
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from ckpttool.core.optimizer_state import (
     ParamGroup,
     renamed,
 )
+from ckpttool.core.strides import Shape
 from ckpttool.core.tables import positions, shapes_of
 from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
@@ -31,8 +32,6 @@ from ckpttool.naming.convert import read_keys
 from ckpttool.naming.match import NameTables, match
 from ckpttool.naming.wrappers import canonical_in, canonical_keys
 from ckpttool.optimizers.classes import ELEMENTWISE, fits
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from ckpttool.core.checkpoint import TensorEntry
 from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.names import Names
 from ckpttool.core.optimizer_state import OptimizerState
+from ckpttool.core.strides import Shape
 from ckpttool.core.text import plural, shell, some
 from ckpttool.naming.model_change import ModelChange
 from ckpttool.optimizers.identify import Parameters, ParamMap, identify_params, names_without_model
@@ -85,7 +86,7 @@ def _check_none_left_out(state: OptimizerState, narrowed: ModelChange, where: st
     """Raise `Refused` if a tensor that is left out may be one of the parameters that the optimizer
     numbers.
     """
-    shapes: set[tuple[int, ...]] = set()  # of parameters, as far as their state shows them
+    shapes: set[Shape] = set()  # of parameters, as far as their state shows them
     has_unknown = False
     for param in state.params:
         param_shapes = set(filter(None, state.shapes(param).values()))

@@ -12,6 +12,7 @@ from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.names import SERIALIZED, Names
 from ckpttool.core.optimizer_state import ID, OptimizerState, Param, ParamGroup, params_of, renamed
+from ckpttool.core.strides import Shape
 from ckpttool.core.tables import selected, shapes_of
 from ckpttool.core.text import shell, some
 from ckpttool.naming import wrappers
@@ -293,7 +294,7 @@ def _follow_narrowed(state: OptimizerState, task: _Change) -> _Change:
 
 def _shapes(named: OptimizerState, request: OptimizerRequest) -> Shapes:
     """Return the shapes of parameters, by canonical name, as far as models or rules say them."""
-    shapes: dict[str, tuple[int, ...] | None] = {}
+    shapes: dict[str, Shape | None] = {}
     if request.ruled is not None:
         shapes.update(request.ruled.shapes(list(map(str, named.params))))
     if request.names is not None:

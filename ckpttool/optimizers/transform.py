@@ -23,6 +23,7 @@ from ckpttool.core.optimizer_state import (
     params_of,
 )
 from ckpttool.core.plan import GroupMove, OptimizerMove
+from ckpttool.core.strides import Shape
 from ckpttool.core.tables import inverse, selected
 from ckpttool.core.text import plural
 from ckpttool.evaluate.apply import entry_of
@@ -46,7 +47,7 @@ def start_from_scratch(where: str) -> str:
 
 
 Sources = Mapping[str, Expression]  # new name of a parameter -> an expression over the old ones
-Shapes = Mapping[str, "tuple[int, ...] | None"]
+Shapes = Mapping[str, "Shape | None"]
 
 
 def identity(params: Sequence[Param]) -> dict[str, Expression]:
@@ -203,7 +204,7 @@ def _value(key: str, source: Expression, values: Mapping[str, Any], shapes: Shap
     return first
 
 
-def _is_moment(value: Any, shape: tuple[int, ...] | None, has_moment_name: bool) -> bool:
+def _is_moment(value: Any, shape: Shape | None, has_moment_name: bool) -> bool:
     if not isinstance(value, TensorEntry) or value.shape != shape:
         return False
     return value.shape != () or has_moment_name  # a step is a scalar too

@@ -15,6 +15,7 @@ from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Section, TensorEntry, in_row_major
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.expression import Expression, Ref
+from ckpttool.core.strides import Shape
 from ckpttool.core.text import plural
 from ckpttool.kinds.adapters import Adapter, adapter_of, path_and_rest
 from ckpttool.naming.match import NameTables
@@ -172,7 +173,7 @@ def _base(section: Section, adapter: Adapter) -> Section:
     return replace(section, tensors=tuple(tensors.values()), extras=())
 
 
-def _shape_of_weight(factors: Iterable[object]) -> tuple[int, ...]:
+def _shape_of_weight(factors: Iterable[object]) -> Shape:
     """Return the shape of the weight that the factors ``lora_A`` [rank, in] and ``lora_B``
     [out, rank] belong to.
     """

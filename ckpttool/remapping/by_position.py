@@ -9,12 +9,11 @@ from collections.abc import Callable
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.expression import Ref
 from ckpttool.core.names import Names
+from ckpttool.core.strides import Shape
 from ckpttool.core.text import Note, plural
 from ckpttool.optimizers.identify import Parameters
 from ckpttool.optimizers.transform import sources_between
 from ckpttool.remapping.result import Remap
-
-Shape = tuple[int, ...]
 
 
 def notes_on_lists(
@@ -81,7 +80,7 @@ def _shapes_of(section: Section) -> list[Shape | None]:
 def _lists(checkpoint: Checkpoint) -> dict[str, list[Shape | None]]:
     """Return the shapes of the tensors in each list, by the list's path."""
     shapes: dict[str, list[Shape | None]] = {}
-    items: dict[str, dict[tuple[int, ...], Shape]] = {}
+    items: dict[str, dict[Shape, Shape]] = {}
     for section in checkpoint.sections:
         if section.is_list:
             shapes[section.path] = [entry.shape for entry in section.tensors]

@@ -12,6 +12,7 @@ from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.names import Names, OptimizerParam, RuntimeTensor
 from ckpttool.core.optimizer_state import FQN, ID, OptimizerState, Param, renamed
+from ckpttool.core.strides import Shape
 from ckpttool.core.tables import present
 from ckpttool.core.text import is_flat, plural, shape_text
 from ckpttool.evaluate.chunks import in_own_storage
@@ -227,7 +228,7 @@ def _counted(value: Any) -> Any:
 
 
 def _joined(
-    param_state: Mapping[Any, Any], shape: tuple[int, ...] | None, problems: list[Problem]
+    param_state: Mapping[Any, Any], shape: Shape | None, problems: list[Problem]
 ) -> dict[Any, Any]:
     """Return the state of a parameter of this shape, each tensor joined from the ranks' slices."""
     joined = dict(param_state)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ckpttool.core.checkpoint import Section, in_row_major
 from ckpttool.core.expression import Argument, Expression, Op, Special
+from ckpttool.core.strides import Shape
 from ckpttool.kinds.quantized import FLOAT8, QuantizedWeight, quantized_weights
 from ckpttool.ruleset.tensor_ops import DENSE, Value, cast, refusal
 
@@ -75,8 +76,8 @@ def _scaled(numbers: Value, scale: Value, dtype: str, block: Block | None) -> Va
 def _by_block(
     numbers: Expression,
     scale: Expression,
-    shape: tuple[int, ...],
-    grid: tuple[int, ...],
+    shape: Shape,
+    grid: Shape,
     block: Block | None,
 ) -> Expression:
     """Return the numbers times the scale of their block.
@@ -164,7 +165,7 @@ def _multiplied(left: Expression, right: Expression) -> Op:
     return _op("mul.Tensor", left, right)
 
 
-def _reshaped(source: Expression, shape: tuple[int, ...]) -> Op:
+def _reshaped(source: Expression, shape: Shape) -> Op:
     return _op("reshape.default", source, shape)
 
 

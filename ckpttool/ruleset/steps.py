@@ -14,6 +14,7 @@ from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import Expression, Ref, refs
 from ckpttool.core.limits import limits
 from ckpttool.core.plan import Dropped, Output, Plan, module_renames
+from ckpttool.core.strides import Shape
 from ckpttool.core.text import plural, shape_text, some
 from ckpttool.core.values import dataclass
 from ckpttool.ruleset import tensor_ops
@@ -78,7 +79,7 @@ class Parts:
     counter: str
     count: int | None
     dim: int
-    sizes: tuple[int, ...] | None = None
+    sizes: Shape | None = None
     stacked: bool = False
 
     def part_key(self, whole: str, number: int) -> str | None:
@@ -362,7 +363,7 @@ class Constant(Step):
     beside: Rule | None
     fill: float | bool
     dtype: str | None
-    shape: tuple[int, ...] | None
+    shape: Shape | None
 
     def apply_to(self, key: str, value: Value, result: StepResult) -> Named:
         name = None if self.beside is None else self.beside.apply(key)

@@ -14,6 +14,7 @@ from ckpttool.core.checkpoint import TensorEntry
 from ckpttool.core.dtypes import PLAIN
 from ckpttool.core.errors import Refused
 from ckpttool.core.expression import Expression, Op, Special, filled
+from ckpttool.core.strides import Shape
 from ckpttool.core.text import shape_text
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.ops import ROW_MAJOR
@@ -92,7 +93,7 @@ class TensorSpec:
     """
 
     key: str
-    shape: tuple[int, ...] | None = None
+    shape: Shape | None = None
     dtype: str | None = None
 
     def is_like(self, tensor: TensorEntry | Value) -> bool:
@@ -101,7 +102,7 @@ class TensorSpec:
         return self.shape is None or _fits_shape(self.shape, tensor.shape)
 
 
-def _fits_shape(expected: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+def _fits_shape(expected: Shape, shape: Shape) -> bool:
     """Return whether the shape is the expected one, in which -1 is any size."""
     if len(expected) != len(shape):
         return False
@@ -179,7 +180,7 @@ class Value:
 
     source: Expression
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     origin: str | None
     layout: str
 
@@ -244,7 +245,7 @@ def _sizes_text(sizes: Sequence[Size]) -> str:
     return f"[{', '.join(map(str, sizes))}]"
 
 
-def _is_shape(shape: tuple[int, ...], expected: Sequence[Size], sizes: Sizes) -> bool:
+def _is_shape(shape: Shape, expected: Sequence[Size], sizes: Sizes) -> bool:
     if len(expected) != len(shape):
         return False
     for size, length in zip(expected, shape):
@@ -382,7 +383,7 @@ def stack(values: Sequence[Value], dim: int) -> Value:
     return Value(source, values[0].dtype, stacked, None, DENSE)
 
 
-def constant(shape: tuple[int, ...], dtype: str, fill: float | bool) -> Value:
+def constant(shape: Shape, dtype: str, fill: float | bool) -> Value:
     """Return a tensor filled with one number. Raises `Refused` if the dtype cannot hold it."""
     kind, can_hold = _kind(dtype), True
     if kind == "bool":
@@ -425,7 +426,7 @@ def _permuted(value: Value, order: Sequence[int]) -> Value:
     return replace(value, source=_row_major(source), shape=shape)
 
 
-def _reshaped(value: Value, shape: tuple[int, ...]) -> Value:
+def _reshaped(value: Value, shape: Shape) -> Value:
     return replace(value, source=Op("aten.reshape.default", (value.source, shape)), shape=shape)
 
 
@@ -433,7 +434,7 @@ def _row_major(source: Expression) -> Expression:
     return Op("aten.clone.default", (source,), ROW_MAJOR)
 
 
-def _fill_shape(shape: Sequence[int], numel: int) -> tuple[int, ...] | None:
+def _fill_shape(shape: Sequence[int], numel: int) -> Shape | None:
     """Return the shape with a size for its -1; None if `numel` elements do not fill it."""
     rest = prod(size for size in shape if size != -1)
     missing = numel // rest if rest else 0

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, replace
-from typing import Union
 
 from ckpttool.containers.program import CONSTANTS, replaceable
 from ckpttool.core import expression as ex
-from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, Storage, TensorEntry
+from ckpttool.core.checkpoint import Checkpoint, Entries, Section, Storage, TensorEntry
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.expression import Expression, Op, Ref, Special
 from ckpttool.core.names import RUNTIME, SERIALIZED, Names
@@ -34,7 +33,6 @@ from ckpttool.operands.load_plan import by_loading
 from ckpttool.operands.model import ModelOperand
 
 _LEFT_OVER = "unexpected: not a weight of the program"
-Entries = Mapping[str, Union[TensorEntry, ExtraEntry]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from torch import nn
 
 from ckpttool.core.checkpoint import Section
 from ckpttool.core.errors import CkptError
+from ckpttool.core.strides import Shape
 from ckpttool.core.text import first_line
 from ckpttool.core.values import dataclass
 from ckpttool.tracing.build_model import LoadedModel
@@ -37,7 +38,7 @@ class AdapterLoad:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     error: str
-    saved: Mapping[str, tuple[str, tuple[int, ...]]]
+    saved: Mapping[str, tuple[str, Shape]]
     unloaded: tuple[str, ...] = ()
 
 

@@ -14,6 +14,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import CAST, Argument, Expression, Op, Ref, refs
+from ckpttool.core.strides import Shape
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.torch_eval import evaluate
 
@@ -31,7 +32,7 @@ class _Region:
     """
 
     offset: int
-    shape: tuple[int, ...]
+    shape: Shape
     stride: tuple[int, ...]
     index: tuple[Argument, ...] | None = None
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import RuntimeTensor
+from ckpttool.core.strides import Shape
 from ckpttool.core.text import dotted
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.torch_eval import same_bits
@@ -146,7 +147,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def shape_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+def shape_of(tensor: torch.Tensor) -> Shape | None:
     """Return the shape; None for a lazy parameter, which has none yet, and for a nested tensor,
     which has several.
     """

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ckpttool.core.checkpoint import Section
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.expression import Expression, Op, Ref, is_constant, parts
+from ckpttool.core.strides import Shape
 from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
 from ckpttool.tracing.build_model import CannotBuild, LoadedModel
@@ -124,7 +125,7 @@ class Verdict:
 
 
 # key -> dtype and shape, in the order of the keys
-Outline = Mapping[str, tuple[str, tuple[int, ...]]]
+Outline = Mapping[str, tuple[str, Shape]]
 
 
 class Load(NamedTuple):

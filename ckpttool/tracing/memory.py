@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpttool.core.expression import OPAQUE, Argument, Expression, Op, Ref, Special
-from ckpttool.core.strides import distance_to_last
+from ckpttool.core.strides import Shape, distance_to_last
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.ops import ROW_MAJOR
 
@@ -26,7 +26,7 @@ class Geometry(NamedTuple):
     """
 
     offset: int
-    shape: tuple[int, ...]
+    shape: Shape
     stride: tuple[int, ...]
     dtype: torch.dtype
     conj: bool

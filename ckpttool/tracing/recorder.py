@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpttool.core.expression import OPAQUE, Argument, Expression, Op, Special, refs
+from ckpttool.core.strides import Shape
 from ckpttool.tracing.build_model import device_for_real
 from ckpttool.tracing.memory import (
     StorageValues,
@@ -608,7 +609,7 @@ def _cast(source: Expression, dtype: torch.dtype) -> Expression:
     return Op("aten._to_copy.default", (source,), _dtype_option(dtype))
 
 
-def _full(shape: tuple[int, ...], fill: Any, dtype: torch.dtype) -> Expression:
+def _full(shape: Shape, fill: Any, dtype: torch.dtype) -> Expression:
     return Op("aten.full.default", (shape, _scalar_argument(fill)), _dtype_option(dtype))
 
 

@@ -26,7 +26,7 @@ from torch import nn
 from ckpttool.containers.nodes import pairs_of
 from ckpttool.containers.pickle_read import ABSENT, Call, Global, Persistent, PickledSet
 from ckpttool.containers.tensors import Carried, Storages, typed_storage
-from ckpttool.core.checkpoint import ExtraEntry, Section, Storage, TensorEntry
+from ckpttool.core.checkpoint import AnyEntry, ExtraEntry, Section, Storage, TensorEntry
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.values import dataclass
 from ckpttool.io.pieces import read_all
@@ -76,7 +76,7 @@ def stored(section: Section, real: bool) -> Stored:
     state: OrderedDict[str, Any] = OrderedDict()
     weights, others = Maker(real), Maker(True)
     unknown: list[Problem] = []
-    entries: tuple[TensorEntry | ExtraEntry, ...] = (*section.tensors, *section.extras)
+    entries: tuple[AnyEntry, ...] = (*section.tensors, *section.extras)
     with logs_as_warnings():
         for entry in entries:
             is_extra_state = entry.key.rpartition(".")[2] == "_extra_state"
@@ -118,7 +118,7 @@ class Maker:
     memory: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     keep: list[object] = field(default_factory=list)
 
-    def value(self, entry: TensorEntry | ExtraEntry) -> Any:
+    def value(self, entry: AnyEntry) -> Any:
         payload = entry.payload
         if isinstance(entry, ExtraEntry):
             if isinstance(payload, Carried):

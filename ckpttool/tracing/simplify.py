@@ -13,10 +13,10 @@ import torch
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import Argument, Expression, Op, Ref, Special
+from ckpttool.core.strides import Shape
 from ckpttool.evaluate.ops import OPS
 from ckpttool.evaluate.torch_eval import evaluate
 
-Shape = tuple[int, ...]
 _CAT, _SLICE = "aten.cat.default", "aten.slice.Tensor"
 _PERMUTE, _RESHAPE = "aten.permute.default", "aten.reshape.default"
 _COPY = "aten._to_copy.default"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from ckpttool.core.checkpoint import Checkpoint, Described, Section, TensorEntry
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.pickle_imports import DANGEROUS, KNOWN, UNKNOWN, Import, dangerous
+from ckpttool.core.strides import Shape
 from ckpttool.core.text import dotted, human_bytes, listed, number, plural, shape_text
 from ckpttool.core.values import dataclass
 from ckpttool.formats.registry import format_of
@@ -245,7 +246,7 @@ class _CommonFacts(NamedTuple):
     """The properties that all tensors on one line have; `nbytes` is the size of one tensor."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     layout: str
     nbytes: int
 
