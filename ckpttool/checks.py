@@ -31,7 +31,7 @@ from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.fixes.names import diff_names_file
 from ckpttool.formats.opening import unsafe_in_folder
-from ckpttool.io.files import look_anew
+from ckpttool.io.files import forget_and_check
 from ckpttool.operands.checkpoint import is_code, model_section, open_operand
 from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.operands.names_files import is_names_file, read_names
@@ -173,7 +173,7 @@ def _diff_line(path: str, model: ModelOperand) -> str:
 
 
 def _kind(path: str) -> str:
-    look_anew(path)  # raises if an edit was interrupted: its content is not final then
+    forget_and_check(path)  # raises if an edit was interrupted: its content is not final then
     if not os.path.isdir(path):
         with open(path, "rb"):
             pass  # raises if it cannot be read

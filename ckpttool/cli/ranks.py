@@ -53,12 +53,12 @@ def _verdict(job: Job, end: Failure | int) -> int:
     """
     job.tell(f"end/{job.rank}", asdict(end) if isinstance(end, Failure) else end)
     if not job.is_first:
-        status: int = job.hear("verdict", whatever=True)
+        status: int = job.hear("verdict", ignore_failures=True)
         job.tell(f"gone/{job.rank}", None)
         if status:
             raise OfAllRanks(Failure(status))
         return status
-    ends = job.heard_of_all("end", whatever=True)
+    ends = job.gather("end", ignore_failures=True)
     failures = {}
     for rank, of_rank in enumerate(ends):
         failure = _failure(of_rank) if isinstance(of_rank, dict) else _HEARD
@@ -67,7 +67,7 @@ def _verdict(job: Job, end: Failure | int) -> int:
     worst = _together(failures)
     job.tell("verdict", worst.status if worst is not None else ends[0])
     for rank in range(1, job.size):  # the store may be this process
-        job.hear(f"gone/{rank}", whatever=True)
+        job.hear(f"gone/{rank}", ignore_failures=True)
     if worst is not None:
         raise OfAllRanks(worst)
     return int(ends[0])

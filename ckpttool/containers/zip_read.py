@@ -17,7 +17,7 @@ from ckpttool.core.checkpoint import Span
 from ckpttool.core.errors import CkptError, same_problem
 from ckpttool.core.values import dataclass, many_objects
 from ckpttool.io.checksums import note_archive, version_of
-from ckpttool.io.files import Source, assume, check_assumed, opened
+from ckpttool.io.files import Source, defer_check, opened, run_deferred_checks
 from ckpttool.io.paths import is_url
 
 # of every record's data; torch.utils.serialization.config.save.storage_alignment changes it
@@ -173,7 +173,7 @@ def _name_at(path: str, base: int, length: int | None, start: int) -> str:
 @many_objects()
 def _read(path: str, base: int, length: int | None, version: object) -> Archive:
     if base:  # an archive inside of one: its place must be true
-        check_assumed(path)
+        run_deferred_checks(path)
     with opened(path) as file:
         available = file.size - base
         length = available if length is None else length
@@ -239,7 +239,7 @@ def _read_archive(window: _Window) -> Archive:
         (without_header if entry.start in assumed else with_header).append(entry)
     located = assumed | _located(window, with_header)
     if without_header:
-        assume(window.path, partial(_check, window, without_header, assumed))
+        defer_check(window.path, partial(_check, window, without_header, assumed))
     in_order = [located[entry.start] for entry in entries]
     records, is_tight = _close_regions(window, in_order, offset)
     _check_names(window.path, entries, records)
@@ -515,7 +515,7 @@ def read_span(span: Span) -> bytes:
     """Return the bytes of the span. Raises `CkptError` if the file cannot be read, or has become
     shorter.
     """
-    check_assumed(span.path)
+    run_deferred_checks(span.path)
     return _read_span(span)
 
 

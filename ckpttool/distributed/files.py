@@ -32,7 +32,7 @@ from ckpttool.io.pieces import (
 )
 from ckpttool.io.syscalls import lock
 from ckpttool.io.temporary import is_mine, remove
-from ckpttool.io.write import WriteOptions, check_space, failing
+from ckpttool.io.write import WriteOptions, check_space, explained
 from ckpttool.io.write_folder import NEW, Contents, home_of
 
 
@@ -86,7 +86,7 @@ def _versions(urls: Collection[str]) -> dict[str, list[object]]:
     return versions
 
 
-def _share(job: Job, files: Mapping[str, Pieces], plan: object) -> list[str]:
+def _files_of_rank(job: Job, files: Mapping[str, Pieces], plan: object) -> list[str]:
     """Return the names of the files that this rank writes. Raises `CkptError` if the ranks mean
     different outputs.
     """
@@ -109,30 +109,30 @@ def shared(
     the disk fails.
     """
     if is_url(out):
-        return _put(job, files, out, plan)
-    return _written(job, files, out, plan, options, verify=verify)
+        return _write_to_store(job, files, out, plan)
+    return _write_to_disk(job, files, out, plan, options, verify=verify)
 
 
 # On a file system
 
 
 @contextmanager
-def _written(
+def _write_to_disk(
     job: Job, files: Files, out: str, plan: object, options: WriteOptions, *, verify: bool
 ) -> Iterator[Contents]:
     """Yield the files, those with tensors written by all ranks next to their places. The block, in
     which they are moved there, runs on the first rank only.
     """
     contents = {name: as_pieces(content) for name, content in files.items()}
-    share = _share(job, contents, plan)
+    share = _files_of_rank(job, contents, plan)
     total = sum(nbytes_of(pieces) for pieces in contents.values())
-    with failing(out), _staging(job, out, total) as staging:
+    with explained(out), _staging(job, out, total) as staging:
         read: dict[str, list[str]] = {}
         for name in share:
             job.check()
             read[name] = _write(contents[name], staging / NEW / name, options, verify=verify)
         job.tell(f"done/{job.rank}", read)
-        done = job.heard_of_all("done") if job.is_first else []
+        done = job.gather("done") if job.is_first else []
         job.only_first()
         ready: dict[str, Ready] = {}
         for names in done:
@@ -224,7 +224,7 @@ def _locked(folder: Path) -> Iterator[bool | None]:
 
 
 @contextmanager
-def _put(job: Job, files: Files, folder: str, plan: object) -> Iterator[Contents]:
+def _write_to_store(job: Job, files: Files, folder: str, plan: object) -> Iterator[Contents]:
     """Put the files with tensors into the folder of a store, each by one rank; yield the others, on
     the first rank.
 
@@ -235,14 +235,14 @@ def _put(job: Job, files: Files, folder: str, plan: object) -> Iterator[Contents
 
     contents = {name: as_pieces(content) for name, content in files.items()}
     others = {name: pieces for name, pieces in contents.items() if is_text(pieces)}
-    names = _share(job, contents, plan)
+    names = _files_of_rank(job, contents, plan)
     try:
         for name in names:
             job.check()
             write_remote.write(contents[name], join(folder, name), replace=False)
         job.tell(f"done/{job.rank}", None)
         if job.is_first:
-            job.heard_of_all("done")
+            job.gather("done")
             names = [name for name in contents if name not in others]
         job.only_first()
         yield others

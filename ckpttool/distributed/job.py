@@ -68,23 +68,25 @@ class Job:
         """Set a key that every rank can hear, once."""
         self.store.set(key, json.dumps(value))
 
-    def hear(self, key: str, *, whatever: bool = False) -> Any:
-        """Wait until a rank sets the key. Raises `FailedElsewhere` if one fails meanwhile, unless
-        `whatever` happens.
+    def hear(self, key: str, *, ignore_failures: bool = False) -> Any:
+        """Wait until a rank sets the key. Raises `FailedElsewhere` if one fails meanwhile, but not
+        with `ignore_failures`.
 
         It waits without a time limit: if a rank dies, torchrun ends the others.
         """
         pause = _SHORTEST
         while not self.store.check([key]):
-            if not whatever:
+            if not ignore_failures:
                 self.check()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST)
         return json.loads(self.store.get(key))
 
-    def heard_of_all(self, key: str, *, whatever: bool = False) -> list[Any]:
+    def gather(self, key: str, *, ignore_failures: bool = False) -> list[Any]:
         """Return what every rank tells under ``KEY/RANK``, by rank."""
-        return [self.hear(f"{key}/{rank}", whatever=whatever) for rank in range(self.size)]
+        return [
+            self.hear(f"{key}/{rank}", ignore_failures=ignore_failures) for rank in range(self.size)
+        ]
 
     def agree(self, digest: str) -> None:
         """Wait until all ranks have the same digest of one plan. Raises `CkptError` if one has
@@ -95,14 +97,14 @@ class Job:
         self.tell(f"{name}/{self.rank}", digest)
         if self.is_first:
             problems = []
-            for rank, other in enumerate(self.heard_of_all(name)):
+            for rank, other in enumerate(self.gather(name)):
                 if other != digest:
                     problems.append(Problem("another plan than rank 0", f"rank {rank}"))
             if problems:
                 raise CkptError(
-                    "the ranks do not mean the same",
+                    "the ranks planned different outputs",
                     hint="give all of them the same command, files and model; a model's code must"
-                    " not draw lots",
+                    " not be random",
                     problems=problems,
                 )
             self.tell(name, digest)
@@ -199,7 +201,7 @@ def answers(title: str, questions: Mapping[Key, Question]) -> dict[Key, Any]:
         name = f"answers/{digest}"
         job.tell(f"{name}/{job.rank}", answered)
         if job.is_first:
-            by_number = dict(chain.from_iterable(job.heard_of_all(name)))
+            by_number = dict(chain.from_iterable(job.gather(name)))
             job.tell(name, [by_number[number] for number in range(len(pending))])
         return dict(zip(questions, job.hear(name)))
 

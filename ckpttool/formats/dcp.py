@@ -67,7 +67,9 @@ class _Branch(dict[Any, Any]):
 
 def nested(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
     """Return the state dict with these leaves. In a path, a string is a key of a dict and a number
-    an index of a list.
+    an index of a list::
+
+        {("model", "w"): W, ("steps", 0): 5}  ->  {"model": {"w": W}, "steps": [5]}
 
     Raises `CkptError`, all problems at once, if paths contradict each other.
     """
@@ -80,7 +82,7 @@ def nested(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
             branch = branch.setdefault(step, _Branch())
         if type(branch) is not _Branch or branch.setdefault(path[-1], leaf) is not leaf:
             problems.append(Problem("its path leads through another entry", _key(path)))
-    state_dict = {} if problems else _resolved(root, (), problems)
+    state_dict = {} if problems else _to_dicts_and_lists(root, (), problems)
     if problems or not isinstance(state_dict, dict):
         raise CkptError(
             "the keys of this checkpoint do not form a nested state dict",
@@ -90,7 +92,8 @@ def nested(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
     return state_dict
 
 
-def _resolved(branch: Any, path: Path, problems: list[Problem]) -> Any:
+def _to_dicts_and_lists(branch: Any, path: Path, problems: list[Problem]) -> Any:
+    """Return the dict or list of a branch, and the state dict of an optimizer as it was saved."""
     if type(branch) is not _Branch:
         return branch
     if len(path) > _MAX_DEPTH:
@@ -98,7 +101,7 @@ def _resolved(branch: Any, path: Path, problems: list[Problem]) -> Any:
         return {}
     inside: dict[Any, Any] = {}
     for step, child in branch.items():
-        inside[step] = _resolved(child, (*path, step), problems)
+        inside[step] = _to_dicts_and_lists(child, (*path, step), problems)
     types = set(map(type, inside))
     if types <= {str}:
         return _optimizer(inside) if type(inside.get("param_groups")) is list else inside

@@ -32,13 +32,13 @@ def open_checkpoint(path: str) -> Checkpoint:
     """Return the index of the file or folder at `path`. Raises `CkptError` if it cannot be read as
     a checkpoint.
     """
-    files.look_anew(path)
+    files.forget_and_check(path)
     look = sources.begin_look()
     with handles.kept(), one_reading(), collected() as imports:
         checkpoint = _open(path)
     opened: Mapping[str, object] = {}
     if paths.is_url(path):
-        opened = files.opened_at(_data_files(checkpoint))
+        opened = files.known_states(_data_files(checkpoint))
     else:
         opened = sources.opened_since(look)
     notes = (*checkpoint.notes, *remarks(checkpoint), *not_looked_into(imports))

@@ -188,7 +188,7 @@ def _read_imports(archive: Archive, programs: Sequence[Program]) -> None:
         is_pickled = record.name in pickled
         if record.nbytes and (is_pickled or _PICKLED.fullmatch(name)):
             try:
-                _look_into(archive, record, name, is_pickled)
+                _look_into_record(archive, record, name, is_pickled)
             except CkptError as error:
                 note_unreadable(torch_zip.origin_of(archive, record), error)
 
@@ -201,7 +201,7 @@ def _pickled_records(program: Program) -> Iterator[str]:
                 yield entry.payload.record
 
 
-def _look_into(archive: Archive, record: Record, name: str, is_pickled: bool) -> None:
+def _look_into_record(archive: Archive, record: Record, name: str, is_pickled: bool) -> None:
     """Note the imports of a record's pickles; `name` is its name without the archive's folder."""
     if _BARE.fullmatch(name):
         torch_zip.read_pickle(archive, record.name)
@@ -350,16 +350,16 @@ def _paired(
     """Return the tensors of the program with their replacements, and the problems."""
     count = Counter(entry.key for entry in new.tensors)
     replacements = by_key(new.tensors)
-    present = by_key(old.tensors)
+    old_tensors = by_key(old.tensors)
     problems = [Problem("the name is there twice", key) for key in count if count[key] > 1]
     for key in count:
-        if key not in present:
+        if key not in old_tensors:
             problems.append(Problem("the program has no such tensor", key))
-    problems += [Problem("missing", key) for key in present if key not in count]
+    problems += [Problem("missing", key) for key in old_tensors if key not in count]
     if old.extras != new.extras:
         problems.append(Problem("its objects that are not tensors cannot be changed", old.title))
     pairs = []
-    for key, entry in present.items():
+    for key, entry in old_tensors.items():
         replacement = replacements.get(key)
         if replacement is None:
             continue

@@ -166,9 +166,9 @@ def _in_rank_order(
         for path, size in world_sizes.items():
             problems.append(Problem(f"comes from a run of {size} ranks", path))
     else:
-        # the highest rank is there: only ranks below it may be missing
-        least = max(len(ranks), *ranks.values(), 0)
-        problems += _rank_problems(ranks, next(iter(world_sizes.values()), least))
+        # without a size that the files say, only ranks below the highest one can be missing
+        world_size = 1 + max(ranks.values(), default=-1)
+        problems += _rank_problems(ranks, next(iter(world_sizes.values()), world_size))
     if problems:
         raise CkptError(
             f"{pattern} does not name the files of all ranks of one run",
@@ -206,7 +206,9 @@ def _numbers(paths: Sequence[str]) -> dict[str, int]:
     by_path = [list(map(int, re.findall(r"\d{1,9}", path))) for path in paths]
     if len(set(map(len, by_path))) != 1:
         return {}
-    columns = set(zip(*by_path))  # the first number of each path, the second one, ...
+    # the first number of each path, the second one, ...; two that are equal in all paths
+    # (step0_rank0, step1_rank1) count as one
+    columns = set(zip(*by_path))
     varying = [column for column in columns if len(set(column)) > 1]
     if len(varying) > 1:
         counted = list(range(len(paths)))

@@ -14,7 +14,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpttool.containers import strict_json
 from ckpttool.core.checkpoint import (
@@ -103,11 +103,16 @@ class Header:
         return read_span(self.place).decode()
 
 
-# The values that all tensors of one dtype and shape have in common: dtype, shape, stride, bytes.
-_Alike = tuple[str, tuple[int, ...], tuple[int, ...], int]
+class _Layout(NamedTuple):
+    """What all tensors of one dtype and shape have in common."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    nbytes: int
 
 
-def _alike(described: str) -> _Alike | None:
+def _read_layout(described: str) -> _Layout | None:
     """Read a dtype and shape (``{"dtype":"F32","shape":[2]}``); None if they must be read
     strictly.
     """
@@ -118,7 +123,7 @@ def _alike(described: str) -> _Alike | None:
     bits = _bits(shape, _BITS.get(code, _U64_MAX + 1))
     if bits is None:
         return None
-    return BY_SAFETENSORS[code].name, shape, contiguous_stride(shape), bits // 8
+    return _Layout(BY_SAFETENSORS[code].name, shape, contiguous_stride(shape), bits // 8)
 
 
 def _plain_tensors(text: str, at: int, data: Span) -> dict[str, TensorEntry] | None:
@@ -128,7 +133,7 @@ def _plain_tensors(text: str, at: int, data: Span) -> dict[str, TensorEntry] | N
     `data` are the bytes after the header.
     """
     # `"dtype":…,"shape":…` as it is written -> what it means: most tensors repeat one
-    read_before: dict[str, _Alike | None] = {}
+    read_before: dict[str, _Layout | None] = {}
     tensors: dict[str, TensorEntry] = {}
     start, path = data.offset, data.path
     in_order = True
@@ -140,12 +145,12 @@ def _plain_tensors(text: str, at: int, data: Span) -> dict[str, TensorEntry] | N
         at = match.end()
         key, described, begins, ends, last = match.groups()
         if described not in read_before:
-            read_before[described] = _alike(described + "}")
-        likeness = read_before[described]
+            read_before[described] = _read_layout(described + "}")
+        common = read_before[described]
         begin, end = int(begins), int(ends)
-        if likeness is None or end - begin != likeness[3]:
+        if common is None or end - begin != common.nbytes:
             return None
-        dtype, shape, stride, length = likeness
+        dtype, shape, stride, length = common
         storage = Storage(Span(path, start + begin, length))
         tensors[key] = TensorEntry(key, dtype, shape, stride, 0, storage)
         count += 1
@@ -188,7 +193,7 @@ def quoted_names(text: str) -> Iterator[tuple[int, int]]:
 _Content = tuple[dict[str, str], tuple[TensorEntry, ...]]
 
 
-def _as_usual(text: str, data: Span) -> _Content | None:
+def _read_common_header(text: str, data: Span) -> _Content | None:
     """Read a header that is spelled as writers spell it; return None for any other, which must be
     read strictly.
     """
@@ -205,7 +210,7 @@ def _as_usual(text: str, data: Span) -> _Content | None:
     return None if tensors is None or METADATA in tensors else (metadata, tuple(tensors.values()))
 
 
-def _strictly(text: str, data: Span) -> _Content:
+def _read_any_header(text: str, data: Span) -> _Content:
     """Read any header. Raises `CkptError` with everything that is wrong with it."""
     try:
         infos = strict_json.loads(text)
@@ -402,7 +407,7 @@ def read(path: str) -> Checkpoint:
     """
     text, place, data = _read_text(path)
     with many_objects():
-        metadata, tensors = _as_usual(text, data) or _strictly(text, data)
+        metadata, tensors = _read_common_header(text, data) or _read_any_header(text, data)
     header = Header(place, metadata, tensors, data)
     tensors = torchao.marked(tensors, metadata)
     return Checkpoint(
@@ -593,7 +598,7 @@ def _length(header: Header, raw: bytes) -> int:
     stays the same.
 
     Large data keeps its place within a block, so that files can share it; the spare bytes are then
-    whole blocks. Both ways a rename and its inverse give the same length.
+    whole blocks. A rename and its inverse restore the length.
     """
     needed, had = _aligned(len(raw)), _aligned(header.place.length)
     spare = max(0, header.length - had)

@@ -21,7 +21,7 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import Memory, limits
 from ckpttool.core.values import dataclass, many_objects
 from ckpttool.formats.signatures import LEGACY_START
-from ckpttool.io.files import Source, assume, opened
+from ckpttool.io.files import Source, defer_check, opened
 from ckpttool.io.paths import is_url
 
 FORMAT = "torch_legacy"  # in the table of formats
@@ -236,7 +236,7 @@ def _find_storages(
 
     if not is_url(path) or end != nbytes:
         return read()
-    assume(path, check)
+    defer_check(path, check)
     return expected, end
 
 

@@ -1,7 +1,7 @@
 """Local paths and URLs alike: what readers and writers ask of a file or a folder, before any format
 is known.
 
-Only this module tells the two apart. A path goes straight to the operating system, a URL
+A path goes straight to the operating system, a URL
 (``s3://…``) to `remote`, which is imported for the first one.
 """
 
@@ -64,7 +64,7 @@ class LocalFile:
     def read_at(self, offset: int, count: int) -> bytes:
         """Return at most `count` bytes from byte `offset` on: fewer at the end of the file only."""
         data = os.pread(self._descriptor, count, offset)
-        progress.has_read(len(data))
+        progress.count_read(len(data))
         return data
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None: ...  # the kernel reads ahead
@@ -80,7 +80,7 @@ class Pipe(LocalFile):
     def read_at(self, offset: int, count: int) -> bytes:
         """Return at most `count` bytes, which must be the next ones."""
         data = os.read(self._descriptor, min(count, _PIPE))
-        progress.has_read(len(data))
+        progress.count_read(len(data))
         return data
 
 
@@ -111,13 +111,13 @@ def opened(path: str, *, pipes: bool = False) -> Iterator[Source]:
 
 
 @contextmanager
-def sources_stay() -> Iterator[None]:
+def sources_unchanged() -> Iterator[None]:
     """Raise `CkptError` at the end if a file whose tensors were read inside is not, or no longer,
     what its index says.
 
     Records of archives are compared with their CRCs.
     """
-    sources.note_anew()
+    sources.begin_reading()
     with comparing_checksums():
         yield
     sources.check_unchanged(source for source in sources.streamed() if not is_url(source))
@@ -128,7 +128,7 @@ def sources_stay() -> Iterator[None]:
         remote.check_unchanged(urls)
 
 
-def opened_at(urls: Iterable[str]) -> dict[str, object]:
+def known_states(urls: Iterable[str]) -> dict[str, object]:
     """Return what the stores have said about the files at these URLs, as far as they have."""
     from ckpttool.io.remote import cache
 
@@ -136,7 +136,7 @@ def opened_at(urls: Iterable[str]) -> dict[str, object]:
     return {url: state for url, state in states.items() if state is not None}
 
 
-def read_on(opened: Mapping[str, Any]) -> None:
+def check_reopened(opened: Mapping[str, Any]) -> None:
     """Use an index again for which these files and URLs were opened, each with its state then.
 
     Raises `CkptError` if one has changed: its bytes would be taken from the places that the old one
@@ -144,7 +144,7 @@ def read_on(opened: Mapping[str, Any]) -> None:
     """
     for path, state in opened.items():
         if not is_url(path):
-            is_same = sources.read_on(path, state)
+            is_same = sources.is_still(path, state)
         else:
             from ckpttool.io import remote
 
@@ -204,22 +204,22 @@ def look_ahead(heads: Mapping[str, int]) -> None:
         handles.look_ahead(heads)
 
 
-def assume(path: str, check: Callable[[], None]) -> None:
-    """Note a check of the file's index for `check_assumed`: of places of tensors that were not read
-    there.
+def defer_check(path: str, check: Callable[[], None]) -> None:
+    """Keep a check of the file's index for `run_deferred_checks`: of places of tensors that were
+    not read there.
     """
     if is_url(path):
         from ckpttool.io import remote
 
-        remote.assume(path, check)
+        remote.defer_check(path, check)
 
 
-def check_assumed(path: str) -> None:
+def run_deferred_checks(path: str) -> None:
     """Run the checks of the file's index, before its tensors are read. They raise `CkptError`."""
     if is_url(path):
         from ckpttool.io import remote
 
-        remote.check_assumed(path)
+        remote.run_deferred_checks(path)
 
 
 def names_in(folder: str) -> list[str]:
@@ -305,7 +305,7 @@ def places(path: str) -> dict[str, set[str] | None]:
     return by_folder
 
 
-def look_anew(path: str) -> None:
+def forget_and_check(path: str) -> None:
     """Forget everything about the files at the path or URL. Changes no file.
 
     Raises `CkptError` if an edit of them was interrupted, or has not ended.
@@ -326,7 +326,7 @@ def forget_answers(url: str) -> None:
         forget(url)
 
 
-def settle(path: str) -> None:
+def recover(path: str) -> None:
     """Roll back interrupted edits of the local files at the path before it is written. Raises
     `CkptError`.
     """

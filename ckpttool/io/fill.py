@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ckpttool.core.checkpoint import Span
 from ckpttool.io import handles, progress, sources, syscalls
-from ckpttool.io.files import sources_stay
+from ckpttool.io.files import sources_unchanged
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import BLOCK as FILE_BLOCK
 from ckpttool.io.pieces import LEAST, Digest, Piece, Pieces, amounts, nbytes_of, stream
@@ -42,19 +42,19 @@ def fill(
     """
     size = nbytes_of(pieces)
     evict = progress.written() + size > KEPT * syscalls.memory()
-    with sources_stay():
+    with sources_unchanged():
         segments = _share(descriptor, pieces, at) if digest is None else [(at, pieces)]
-        progress.has_written(size - sum(nbytes_of(rest) for _, rest in segments))
+        progress.count_written(size - sum(nbytes_of(rest) for _, rest in segments))
         for offset, rest in segments:
             blocks = _Blocks(descriptor, offset, nbytes_of(rest), flush, evict)
             for data in stream(rest):
                 blocks.write(data)
                 if digest is not None:
                     digest.update(data)
-                progress.has_written(len(data))
+                progress.count_written(len(data))
                 del data  # see `stream`
             blocks.finish()
-    progress.has_made(*amounts(pieces))
+    progress.count_made(*amounts(pieces))
 
 
 def _share(descriptor: int, pieces: Pieces, at: int) -> list[tuple[int, Pieces]]:
@@ -120,7 +120,8 @@ class _Blocks:
         self._evict = evict
         self._waiting = bytearray(BLOCK)
         self._count = 0  # bytes that wait for a full block
-        self._at, self._flushed = at, at if flush else at + length
+        self._flush = flush
+        self._at = self._flushed = at
         if length >= LEAST:
             syscalls.reserve(descriptor, at, length)
         if at:
@@ -152,7 +153,7 @@ class _Blocks:
     def _put(self, view: memoryview) -> None:
         syscalls.write_all(self._descriptor, view)
         self._at += len(view)
-        if self._at - self._flushed >= FLUSHED:
+        if self._flush and self._at - self._flushed >= FLUSHED:
             syscalls.write_back(self._descriptor, self._flushed, self._at - self._flushed)
             if self._evict and self._flushed:
                 syscalls.evict(

@@ -182,5 +182,5 @@ def _opened(path: str, pipes: bool) -> int:
     except BaseException:
         os.close(descriptor)
         raise
-    progress.has_opened(path)
+    progress.count_opened(path)
     return descriptor

@@ -159,7 +159,7 @@ class SpanReader:
             try:
                 if self._handle is not None:
                     count = os.preadv(self._handle.descriptor, [chunk[filled:]], offset + filled)
-                    progress.has_read(count)
+                    progress.count_read(count)
                 else:
                     assert self._remote is not None
                     end = max(until, span.offset + span.length)
@@ -293,14 +293,14 @@ def digest_on_disk(path: str, offset: int = 0, length: int | None = None) -> byt
     """
     digest = new_digest()
     with open(path, "rb", buffering=0) as file:
-        progress.has_opened(path)
+        progress.count_opened(path)
         syscalls.evict(file.fileno(), offset, length or 0)
         file.seek(offset)
         left = os.fstat(file.fileno()).st_size - offset if length is None else length
         while left and (chunk := file.read(min(left, CHUNK))):
             left -= len(chunk)
             digest.update(chunk)
-            progress.has_read(len(chunk))
+            progress.count_read(len(chunk))
     return digest.digest()
 
 

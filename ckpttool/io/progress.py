@@ -120,27 +120,27 @@ def _count(nbytes: int, by: By) -> None:
         _task.advance(nbytes)
 
 
-def has_opened(path: str) -> None:
+def count_opened(path: str) -> None:
     counts.files.add(os.path.abspath(path))
 
 
-def has_read(nbytes: int) -> None:
+def count_read(nbytes: int) -> None:
     counts.read += nbytes
     _count(nbytes, "read")
 
 
-def has_fetched(nbytes: int, requests: int) -> None:
+def count_fetched(nbytes: int, requests: int) -> None:
     counts.fetched += nbytes
     counts.requests += requests
     _count(nbytes, "read")
 
 
-def has_written(nbytes: int) -> None:
+def count_written(nbytes: int) -> None:
     counts.written += nbytes
     _count(nbytes, "written")
 
 
-def has_made(moved: int, computed: int) -> None:
+def count_made(moved: int, computed: int) -> None:
     """Count bytes of an output by where they come from."""
     counts.moved += moved
     counts.computed += computed

@@ -303,11 +303,11 @@ def is_still(url: str, before: Stat) -> bool:
     return now is not None and now.is_still(before)
 
 
-def assume(url: str, check: Callable[[], None]) -> None:
+def defer_check(url: str, check: Callable[[], None]) -> None:
     cache.assumed.setdefault(url, []).append(check)
 
 
-def check_assumed(url: str) -> None:
+def run_deferred_checks(url: str) -> None:
     """Run the checks of the file's index, before its tensors are read. They raise `CkptError`."""
     for check in cache.assumed.pop(url, ()):
         check()
@@ -401,7 +401,7 @@ class Stream:
     """
 
     def __init__(self, url: str) -> None:
-        check_assumed(url)
+        run_deferred_checks(url)
         self._file = open_file(url)
         note_streamed(url)
         self._start = 0
@@ -476,7 +476,7 @@ def _answers(batch: Sequence[Range]) -> list[bytes]:
             fs.cat_file(place, start, end) for place, start, end in zip(places, starts, ends)
         ]
     came = sum(map(len, answers))
-    progress.has_fetched(came, len(batch))
+    progress.count_fetched(came, len(batch))
     log.debug(
         "%s: %s bytes in %d requests, from byte %s",
         first,

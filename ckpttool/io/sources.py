@@ -29,9 +29,9 @@ State = tuple[int, int, int, int, int]
 class _Sources:
     """The sources of a command.
 
-    `streamed`: paths and URLs whose tensors were read since `note_anew`. `opened`: local files by
-    path, with the number of the look. `read`: local files that are not checkpoints (rules, names,
-    code). `looks` counts `forget`: an index that is read again may be of another file. Files that
+    `streamed`: paths and URLs whose tensors were read since `begin_reading`. `opened`: local files
+    by path, with the number of the look. `read`: local files that are not checkpoints (rules,
+    names, code). `looks` counts `forget`: an index that is read again may be of another file. Files that
     were opened before the look `begun` belong to earlier calls of the library.
     """
 
@@ -64,7 +64,7 @@ def begin_look() -> int:
     return _sources.looks
 
 
-def note_anew() -> None:
+def begin_reading() -> None:
     """Forget which tensors were read: another output begins."""
     _sources.streamed.clear()
 
@@ -74,7 +74,7 @@ def note_streamed(source: str) -> None:
 
 
 def streamed() -> list[str]:
-    """Return the paths and URLs whose tensors were read since `note_anew`."""
+    """Return the paths and URLs whose tensors were read since `begin_reading`."""
     return sorted(_sources.streamed)
 
 
@@ -145,7 +145,7 @@ def check_unchanged(paths: Iterable[str]) -> None:
             raise _changed(path)
 
 
-def read_on(path: str, state: State) -> bool:
+def is_still(path: str, state: State) -> bool:
     """Return True if the local file still has the state in which it was opened; it must keep it
     from now on.
     """

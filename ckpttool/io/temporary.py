@@ -111,7 +111,7 @@ def _started(pid: int) -> int | None:
         return int(fields[19])
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # a name can hold any number
         return None
     except OSError:
         pass

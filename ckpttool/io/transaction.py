@@ -137,7 +137,7 @@ def record_of(path: Path) -> Path:
     return path.with_name(f".{path.name}{UNDO}")
 
 
-def text(rows: Sequence[Row], *, is_undo: bool = False) -> bytes:
+def record_bytes(rows: Sequence[Row], *, is_undo: bool = False) -> bytes:
     """Return the bytes of a record: `parse` returns the rows."""
     files: list[dict[str, object]] = []
     data: list[bytes] = []
@@ -258,7 +258,7 @@ def _journaled(
     """
     folder, record = last.parent, record_of(last)
     with staged_file(last) as (descriptor, staged):
-        write_all(descriptor, text(rows, is_undo=is_undo))
+        write_all(descriptor, record_bytes(rows, is_undo=is_undo))
         if fsync:
             os.fsync(descriptor)
         with uninterrupted():
@@ -344,9 +344,9 @@ def _ways_back(path: Path) -> dict[str, PatchRecord]:
     try:
         rows = [row for row in parse(_read_record(record), record) if isinstance(row, Patched)]
     except OSError:
-        raise nothing(path) from None
+        raise error_nothing_to_undo(path) from None
     if not rows:
-        raise nothing(path)
+        raise error_nothing_to_undo(path)
     for row in rows:
         place = path.parent / row.name
         if not os.path.lexists(place):
@@ -430,7 +430,7 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[int]:
         descriptor = os.open(path, os.O_RDONLY | flags)
     try:
         if lock(descriptor, wait=wait) is False:
-            raise being_edited(path)
+            raise error_being_edited(path)
         yield descriptor
     finally:
         os.close(descriptor)
@@ -440,7 +440,7 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class UnfinishedEdit:
     """A transaction that has not ended: its journal, the names of its files (None: this user may
     not read them).
     """
@@ -479,7 +479,9 @@ class Begun:
             raise _partly_written(self.journal, error) from error
 
 
-def begun(folder: str | Path, names: Collection[str] | None = None) -> list[Begun]:
+def unfinished_edits(
+    folder: str | Path, names: Collection[str] | None = None
+) -> list[UnfinishedEdit]:
     """Return the unfinished transactions of the folder that are about one of these files (default:
     any).
 
@@ -494,14 +496,14 @@ def begun(folder: str | Path, names: Collection[str] | None = None) -> list[Begu
     unfinished = []
     for path in journals:
         with suppress(FileNotFoundError):  # it has just ended
-            edit = _begun(path)
+            edit = _read_journal(path)
             may_be_about = names is None or edit.names is None
             if may_be_about or not set(names or ()).isdisjoint(edit.names or ()):
                 unfinished.append(edit)
     return unfinished
 
 
-def _begun(journal: Path) -> Begun:
+def _read_journal(journal: Path) -> UnfinishedEdit:
     state = journal.lstat()
     about, is_undo = None, False
     with suppress(PermissionError):
@@ -509,7 +511,7 @@ def _begun(journal: Path) -> Begun:
         about = tuple(row.name for row in parse(data, journal))
         is_undo = bool(json.loads(data.partition(b"\n")[0]).get("undo"))
     is_mine = temporary.is_mine(state)
-    return Begun(journal, about, state.st_uid, is_mine, state.st_mtime, is_undo)
+    return UnfinishedEdit(journal, about, state.st_uid, is_mine, state.st_mtime, is_undo)
 
 
 def check(folder: str | Path, names: Collection[str] | None, target: str) -> None:
@@ -518,10 +520,10 @@ def check(folder: str | Path, names: Collection[str] | None, target: str) -> Non
 
     `target` is what the user calls them.
     """
-    unfinished = begun(folder, names)
+    unfinished = unfinished_edits(folder, names)
     if unfinished:
-        check_over(unfinished[0].journal.name, target, unfinished[0].since)
-        raise interrupted(target)
+        check_owner_has_ended(unfinished[0].journal.name, target, unfinished[0].since)
+        raise error_interrupted(target)
 
 
 def recover(
@@ -530,14 +532,14 @@ def recover(
     *,
     target: str = "",
     force: bool = False,
-) -> list[Begun]:
+) -> list[UnfinishedEdit]:
     """Roll back the transactions of dead processes with these files (None: any), and remove what
     they left.
 
     `force`: processes of other machines and containers are dead too. Returns what was rolled back.
     Raises `CkptError` if this user cannot roll something back, or if its process may be alive.
     """
-    edits = begun(folder, names)
+    edits = unfinished_edits(folder, names)
     targets = []
     for edit in edits:
         path = edit.journal.parent
@@ -545,21 +547,23 @@ def recover(
             path /= edit.names[0]
         targets.append(target or str(path))
     for edit, name in zip(edits, targets):
-        check_over(edit.journal.name, name, edit.since, force=force)
+        check_owner_has_ended(edit.journal.name, name, edit.since, force=force)
     for edit, name in zip(edits, targets):
         edit.roll_back(name)
     temporary.remove_left(folder)
     return edits
 
 
-def check_over(name: str, target: str, since: float | None, *, force: bool = False) -> None:
+def check_owner_has_ended(
+    name: str, target: str, since: float | None, *, force: bool = False
+) -> None:
     """Raise `CkptError` if the owner of the temporary name is alive; if that is not known, unless
     `force` is set.
 
     `since`: when it began (seconds since 1970).
     """
     if temporary.is_alive(name):
-        raise being_edited(target)
+        raise error_being_edited(target)
     if not force and not temporary.is_dead(name, time.time()):
         ago = "" if since is None else f", {max(0, time.time() - since):,.0f} seconds ago,"
         raise CkptError(
@@ -569,20 +573,20 @@ def check_over(name: str, target: str, since: float | None, *, force: bool = Fal
         )
 
 
-def being_edited(target: object) -> CkptError:
+def error_being_edited(target: object) -> CkptError:
     return CkptError(
         f"{target} is being edited by another process", hint="run it again when that has ended"
     )
 
 
-def interrupted(target: str) -> CkptError:
+def error_interrupted(target: str) -> CkptError:
     return CkptError(
         f"{target}: an interrupted edit was found",
         hint=f"roll it back: {shell('ckpttool', 'undo', target)}",
     )
 
 
-def nothing(path: Path) -> CkptError:
+def error_nothing_to_undo(path: Path) -> CkptError:
     if not os.path.lexists(path):
         return CkptError(f"no such file: {path}", hint="check its name")
     hint = "only the last edit that `ckpttool remap --in-place` made can be undone"

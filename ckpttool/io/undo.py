@@ -16,7 +16,7 @@ from ckpttool.io.patch import hashed, of_pieces
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Edited
 from ckpttool.io.transaction import UNDO, PatchRecord
-from ckpttool.io.write import failing
+from ckpttool.io.write import explained
 
 _LINKED = "it has a second name (a hard link), which would change too"
 _SHARED = "its shards are links to files that other folders may share"
@@ -51,7 +51,7 @@ def edit(
     """
     changes: dict[str, PatchRecord] = {}
     nbytes = kept = 0
-    with failing(os.path.join(folder, [*files][-1])):
+    with explained(os.path.join(folder, [*files][-1])):
         homes = set()
         for name, file in files.items():
             link = str(Path(folder, name))
@@ -79,7 +79,7 @@ def edit(
             (place,) = homes
             transaction.recover(place, changes)
             transaction.edit(place, changes, fsync=fsync)
-            progress.has_written(nbytes)
+            progress.count_written(nbytes)
     return Written(nbytes, kept)
 
 
@@ -100,8 +100,8 @@ def undo(path: str, last: Callable[[], str], *, fsync: bool, force: bool) -> Way
     """
     if is_url(path):
         raise CkptError(f"{path}: nothing to undo", hint="files of a URL are never edited in place")
-    with failing(path):
-        edits: list[transaction.Begun] = []
+    with explained(path):
+        edits: list[transaction.UnfinishedEdit] = []
         for folder, names in places(path).items():
             edits += transaction.recover(folder, names, target=path, force=force)
         sources.forget(path)

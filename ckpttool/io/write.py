@@ -24,14 +24,14 @@ from ckpttool.io.transaction import forget_undo, locked, recover
 
 
 @contextmanager
-def failing(out: str) -> Iterator[None]:
+def explained(out: str) -> Iterator[None]:
     """Turn an OSError inside, after which `out` is as it was, into a `CkptError`."""
     try:
         yield
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
         raise CkptError(
-            f"{out}: {reason}", hint="it is as it was; free some space, or write elsewhere"
+            f"{out}: {reason}", hint=f"{out} is as it was; free some space, or write elsewhere"
         ) from error
 
 
@@ -84,7 +84,7 @@ def write_file(content: Pieces, out: str, options: WriteOptions = DEFAULT) -> No
         remote.write(content, out, replace=options.replace)
         return
     path = Path(os.path.realpath(out))
-    with failing(out), ExitStack() as stack:
+    with explained(out), ExitStack() as stack:
         recover(path.parent, [path.name])
         check_space(out, path.parent, nbytes_of(content))
         descriptor, staged = stack.enter_context(staged_file(path))

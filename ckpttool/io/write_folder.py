@@ -24,7 +24,7 @@ from ckpttool.io.preflight import is_one_of
 from ckpttool.io.syscalls import NOT_HERE, confirm, exchange, sync_folder, uninterrupted
 from ckpttool.io.temporary import staged_folder
 from ckpttool.io.transaction import Replaced, forget_undo, locked, record_of, recover
-from ckpttool.io.write import DEFAULT, WriteOptions, check_space, failing
+from ckpttool.io.write import DEFAULT, WriteOptions, check_space, explained
 
 NEW = "new"  # the new files in a staging folder
 Contents = Mapping[str, Union[Pieces, Link, Ready]]
@@ -53,7 +53,7 @@ def write_folder(
         remote.write_folder(cast(Files, files), out)  # ranks send to a store, so nothing is `Ready`
         return
     folder = Path(os.path.realpath(out))
-    with failing(out):
+    with explained(out):
         recover(folder.parent, ())
         recover(folder)
         new: dict[str, Pieces | Link | Ready] = {}

@@ -10,7 +10,7 @@ from typing import Any
 from ckpttool.core.checkpoint import Span
 from ckpttool.core.errors import CkptError
 from ckpttool.io import progress
-from ckpttool.io.files import size, sources_stay
+from ckpttool.io.files import size, sources_unchanged
 from ckpttool.io.paths import is_url, join, name
 from ckpttool.io.pieces import Link, Piece, Pieces, amounts, nbytes_of, stream
 from ckpttool.io.remote import filesystem, forget, remove, stat
@@ -52,13 +52,13 @@ def write(pieces: Pieces, out: str, *, replace: bool = True) -> None:
     Without `replace`, an object that appears meanwhile stays. Raises `CkptError` on a source that
     changed while it was read, and if the store refuses; `out` is then as it was.
     """
-    with _appearing(out, nbytes_of(pieces), replace) as file, sources_stay():
+    with _appearing(out, nbytes_of(pieces), replace) as file, sources_unchanged():
         for data in stream(pieces):
             with answered(out), uninterrupted(insisting=True):
                 file.write(data)
-            progress.has_written(len(data))
+            progress.count_written(len(data))
     forget(out)
-    progress.has_made(*amounts(pieces))
+    progress.count_made(*amounts(pieces))
 
 
 @contextmanager
@@ -159,7 +159,7 @@ def _copy(path: str, url: str) -> None:
         return
     _check_absent(url)
     try:
-        with sources_stay():
+        with sources_unchanged():
             note_streamed(path)
             with answered(url):
                 fs.cp_file(filesystem(path)[1], place)
@@ -167,5 +167,5 @@ def _copy(path: str, url: str) -> None:
         with uninterrupted(insisting=True):
             remove(url)
         raise
-    progress.has_written(nbytes)
-    progress.has_made(nbytes, 0)
+    progress.count_written(nbytes)
+    progress.count_made(nbytes, 0)

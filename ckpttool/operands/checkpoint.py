@@ -18,7 +18,7 @@ from ckpttool.formats import opening
 from ckpttool.formats.registry import format_of
 from ckpttool.formats.remarks import read_form
 from ckpttool.io import progress
-from ckpttool.io.files import is_dir, is_file, read_on
+from ckpttool.io.files import check_reopened, is_dir, is_file
 from ckpttool.io.paths import join, name, parent
 from ckpttool.kinds import adapters
 from ckpttool.kinds.table import with_kinds
@@ -69,7 +69,7 @@ def open_checkpoint(ckpt: Ckpt) -> Checkpoint:
             print(tensor.key, tensor.dtype, tensor.shape, tensor.nbytes)
     """
     if isinstance(ckpt, Checkpoint):
-        read_on(ckpt.files)
+        check_reopened(ckpt.files)
         return ckpt
     if isinstance(ckpt, str):
         return open_operand(ckpt)
@@ -103,7 +103,7 @@ def open_operand(operand: str) -> Checkpoint:
     with progress.doing(f"reading {path}", None):
         checkpoint = read_form(opening.open_checkpoint(path))
     if picked is None:
-        return _described(with_kinds(checkpoint), path)
+        return _with_adapter_config(with_kinds(checkpoint), path)
     if all(section.path != picked for section in checkpoint.sections):
         inner = _only_inside(picked, checkpoint)
         if inner is None:
@@ -111,7 +111,7 @@ def open_operand(operand: str) -> Checkpoint:
         else:
             picked, operand = inner, f"{path}::{inner}"
     selected = replace(pick(checkpoint, picked), source=operand)
-    return _described(with_kinds(selected), path)
+    return _with_adapter_config(with_kinds(selected), path)
 
 
 def pick(checkpoint: Checkpoint, picked: str) -> Checkpoint:
@@ -178,7 +178,7 @@ def _section_with_one_colon(operand: str) -> str | None:
     return f"{path}::{section}"
 
 
-def _described(checkpoint: Checkpoint, path: str) -> Checkpoint:
+def _with_adapter_config(checkpoint: Checkpoint, path: str) -> Checkpoint:
     """Return the checkpoint with PEFT's configuration, if it is an adapter and has one."""
     is_recognized = any(kind.name == adapters.NAME for kind in checkpoint.kinds)
     has_its_name = any(name(file).startswith(adapters.STEM) for file in checkpoint.files)

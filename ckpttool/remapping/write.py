@@ -16,7 +16,7 @@ from ckpttool.distributed.job import current
 from ckpttool.evaluate.compare import Fingerprints, verify
 from ckpttool.formats.opening import open_checkpoint
 from ckpttool.io import preflight, progress, sources
-from ckpttool.io.files import files_of, forget_answers, is_dir, settle, size
+from ckpttool.io.files import files_of, forget_answers, is_dir, recover, size
 from ckpttool.io.paths import is_url
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import (
@@ -117,9 +117,9 @@ def recover_source(path: str) -> None:
     """
     job = current()
     if job is None:
-        settle(path)
+        recover(path)
     else:
-        job.of_first("settled", lambda: settle(path))
+        job.of_first("settled", lambda: recover(path))
 
 
 # What decides the values of an output, as JSON: ranks tell by it whether they mean the same.

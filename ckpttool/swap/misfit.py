@@ -68,8 +68,13 @@ class Misfit(Refused):
         self.advice = advice
 
 
-def for_compiled_code(program: Checkpoint, problem: Problem, have: Mapping[str, object]) -> Problem:
-    file, entry = program_of(program), have.get(problem.key)
+def for_compiled_code(
+    program: Checkpoint, problem: Problem, entries: Mapping[str, object]
+) -> Problem:
+    """Return the problem of a weight that is left over, in the words for compiled code: it does not
+    use the weight, or holds its values. Other problems stay as they are.
+    """
+    file, entry = program_of(program), entries.get(problem.key)
     if file is None or not file.compiled or problem.kind != "left_over":
         return problem
     if not isinstance(entry, TensorEntry):
@@ -81,13 +86,14 @@ def for_compiled_code(program: Checkpoint, problem: Problem, have: Mapping[str, 
     return replace(problem, problem=text)
 
 
-def advice_on(
+def kind_of_advice(
     program: Checkpoint,
     names: Names | None,
     weights: Section,
     problems: Sequence[Problem],
     constants: bool,
 ) -> Advice:
+    """Return the kind of the hint for all these problems, the most specific one that holds."""
     file = program_of(program)
     keys: defaultdict[str, set[str]] = defaultdict(set)  # by the kind of problem
     for problem in problems:
@@ -128,7 +134,7 @@ def _are_quantized(weights: Section, keys: Collection[str]) -> bool:
     return any(True for _ in parts_by_torch(weights, keys))
 
 
-def drop_left_over(error: Misfit, weights: Checkpoint, new: Section) -> str:
+def hint_to_drop_left_over(error: Misfit, weights: Checkpoint, new: Section) -> str:
     """Return the hint with the command that leaves out the keys without a weight."""
     left_over = [problem.key for problem in error.problems]
     patterns = drops(left_over, new.by_key().keys() - left_over) or ("PATTERN",)

@@ -13,7 +13,7 @@ from ckpttool.core.text import Info, Note, shell
 from ckpttool.evaluate.compare import same_values
 from ckpttool.formats.opening import not_looked_into
 from ckpttool.formats.registry import format_of, is_program, recognize
-from ckpttool.io.files import look_anew
+from ckpttool.io.files import forget_and_check
 from ckpttool.naming.convert import ModelForm
 from ckpttool.operands.checkpoint import model_section, split
 from ckpttool.operands.model import ModelOperand, operand_of
@@ -21,7 +21,7 @@ from ckpttool.operands.reading import as_read, read_for_model
 from ckpttool.operands.same_model import same_model
 from ckpttool.remapping.carried_code import check_code
 from ckpttool.remapping.write import Writer, cost_of
-from ckpttool.swap.misfit import HINTS, Misfit, drop_left_over
+from ckpttool.swap.misfit import HINTS, Misfit, hint_to_drop_left_over
 from ckpttool.swap.options import SwapOptions
 from ckpttool.swap.result import Swap
 from ckpttool.swap.swap import swap
@@ -35,7 +35,7 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
     cannot be read or OUT cannot be written; then nothing is written.
     """
     path, picked = split(program)
-    look_anew(path)
+    forget_and_check(path)
     name = picked if options.name is None else options.name
     target = None if options.dry_run else options.target(path)
     writer = Writer(path, options)
@@ -90,7 +90,7 @@ def _model_and_section(
 
 def _hint(error: Misfit, program: str, weights: Checkpoint, new: Section) -> str:
     if error.advice == "left_over":
-        return drop_left_over(error, weights, new)
+        return hint_to_drop_left_over(error, weights, new)
     if error.advice in ("compare", "model") and not weights.in_memory:
         line = shell("ckpttool", "diff", weights.source, "--model", program)
         return f"{HINTS[error.advice]}; which names and shapes differ: {line}"

@@ -22,7 +22,7 @@ from ckpttool.naming.wrappers import Chain, strip
 from ckpttool.operands.load_plan import LOAD_HOOK
 from ckpttool.operands.model import ModelOperand
 from ckpttool.swap.constants import compare_constants
-from ckpttool.swap.misfit import Misfit, advice_on, for_compiled_code
+from ckpttool.swap.misfit import Misfit, for_compiled_code, kind_of_advice
 from ckpttool.swap.options import SwapOptions
 from ckpttool.swap.result import Swap
 from ckpttool.swap.weight_map import (
@@ -94,7 +94,7 @@ def swap(
     for section in program.sections:
         problems += _tie_problems(section.aliases().items(), fitted)
     if problems:
-        advice = advice_on(program, names, sides.weights, problems, options.constants)
+        advice = kind_of_advice(program, names, sides.weights, problems, options.constants)
         problems = [for_compiled_code(program, problem, values) for problem in problems]
         raise Misfit(program.source, advice, problems)
     swapped = Swap(

@@ -26,7 +26,7 @@ from ckpttool.containers.zip_read import (
     read_archive,
     read_record,
 )
-from ckpttool.io.files import check_assumed
+from ckpttool.io.files import run_deferred_checks
 
 
 @dataclass
@@ -117,7 +117,7 @@ def read_in_a_store(tmp_path: Path, data: bytes) -> Archive:
     url = f"memory://{tmp_path.name}/archive.zip"
     fsspec.filesystem("memory").pipe(url, data)
     archive = read_archive(url)
-    check_assumed(url)
+    run_deferred_checks(url)
     return archive
 
 

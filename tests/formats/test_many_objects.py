@@ -101,7 +101,7 @@ READ: dict[str, tuple[Callable[[Path], Any], list[Function]]] = {
     "script.pt": (save_script, [("formats/torchscript", "read")]),
     "a.safetensors": (
         lambda path: save_file(STATE, path),
-        [("formats/safetensors", "_as_usual")],
+        [("formats/safetensors", "_read_common_header")],
     ),
     "shards": (save_shards, [("formats/huggingface", "read")]),
     "a.dcp": (save_dcp, [("formats/dcp", "read")]),

@@ -203,13 +203,13 @@ def test_only_files_of_known_size_are_opened() -> None:
 
 def test_removed_file_is_not_read_on() -> None:
     open_file(URL)
-    opened = files.opened_at([URL, "memory://reads/never asked"])
+    opened = files.known_states([URL, "memory://reads/never asked"])
     assert [*opened] == [URL]
-    files.read_on(opened)
+    files.check_reopened(opened)
     fsspec.filesystem("memory").rm("/reads/data")
     remote.forget(URL)
     with pytest.raises(CkptError, match="no longer the file that was opened"):
-        files.read_on(opened)
+        files.check_reopened(opened)
 
 
 @pytest.mark.parametrize(

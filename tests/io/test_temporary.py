@@ -40,7 +40,9 @@ def _journal(filename: str, descriptor: int, change: transaction.PatchRecord) ->
     done = change.patch
     back = transaction.PatchRecord(patch.inverse(descriptor, done), b"", b"")
     sample = patch.sample_of(descriptor, done.start, done.length)
-    return transaction.text([transaction.Patched(filename, back, sample, patch.hash_of(done))])
+    return transaction.record_bytes(
+        [transaction.Patched(filename, back, sample, patch.hash_of(done))]
+    )
 
 
 def interrupted(folder: Path, files: dict[str, bytes], owner: object = DEAD) -> Path:
@@ -52,7 +54,7 @@ def interrupted(folder: Path, files: dict[str, bytes], owner: object = DEAD) -> 
         transaction.Replaced(filename, None, transaction.state_of(folder / filename))
         for filename in files
     ]
-    journal.write_bytes(transaction.text(rows))
+    journal.write_bytes(transaction.record_bytes(rows))
     return journal
 
 

@@ -217,7 +217,8 @@ def test_ranks_with_different_plans_write_nothing(source: Path, tmp_path: Path) 
     first, second = run_ranks(tmp_path, 2, *command, last=("--max-shard-size", "3MB"))
     assert first.status == second.status == 2
     assert (
-        "error: the ranks do not mean the same\n  another plan than rank 0 @ rank 1\n" in first.err
+        "error: the ranks planned different outputs\n  another plan than rank 0 @ rank 1\n"
+        in first.err
     )
     assert [*tmp_path.iterdir()] == []
 

@@ -111,7 +111,7 @@ def test_crash_at_any_step_restores_the_old_files(
     mark_as_dead(folder)
     for other in ("other", "another"):  # not in the journal, so the journal and the old files stay
         transaction.recover(folder, [other])
-    assert bool(transaction.begun(folder)) == (1 <= count < RENAMES)
+    assert bool(transaction.unfinished_edits(folder)) == (1 <= count < RENAMES)
     transaction.recover(folder)
     assert content(folder) == (BEFORE if count < RENAMES else AFTER)
     assert not [path for path in folder.iterdir() if owner_of(path.name)]

@@ -25,7 +25,7 @@ from ckpttool.io.fill import FLUSHED
 from ckpttool.io.pieces import CHUNK, LEAST, Crc, Piece, same_bytes
 from ckpttool.io.preflight import check_file
 from ckpttool.io.syscalls import put
-from ckpttool.io.write import WriteOptions, failing
+from ckpttool.io.write import WriteOptions, explained
 from ckpttool.io.write import write_file as write
 from files import run_measured
 
@@ -169,15 +169,15 @@ def test_progress_counts_parts_after_a_failed_one() -> None:
 
     def fail() -> None:
         with progress.part(10):
-            progress.has_read(4)
+            progress.count_read(4)
             raise CkptError("broken", hint="none")
 
     with progress.shown(lambda title, total: nullcontext(seen.append)), progress.doing("all", 30):
         with pytest.raises(CkptError):
             fail()
         with progress.part(20):
-            progress.has_read(50)  # includes bytes that were read for planning
-        progress.has_written(7)
+            progress.count_read(50)  # includes bytes that were read for planning
+        progress.count_written(7)
     assert seen == [4, 20, 0]
 
 
@@ -186,11 +186,11 @@ def test_nested_parts_count_once_and_idle_parts_are_ignored() -> None:
     with progress.shown(lambda title, total: nullcontext(seen.append)):
         with progress.doing("all", 30):
             with progress.part(20), progress.part(15):
-                progress.has_read(12)
+                progress.count_read(12)
             with progress.part(10):
-                progress.has_read(10)
+                progress.count_read(10)
         with progress.part(5):
-            progress.has_read(5)
+            progress.count_read(5)
     assert seen == [12, 8, 10, 0]
 
 
@@ -338,7 +338,7 @@ def test_source_without_a_recorded_state_is_not_overwritten(tmp_path: Path, sour
 
 
 def test_os_errors_without_errno_are_reported(tmp_path: Path) -> None:
-    with pytest.raises(CkptError, match=r"^out: odd\n"), failing("out"):
+    with pytest.raises(CkptError, match=r"^out: odd\n"), explained("out"):
         raise OSError("odd")
     (tmp_path / "a").touch()
     with pytest.raises(CkptError, match=r"^cannot read .*/a: odd\n"), opened(str(tmp_path / "a")):

@@ -340,7 +340,7 @@ def test_exchange_is_reverted_if_added_files_cannot_be_moved(
     with pytest.raises(CkptError) as raised:
         write_folder(NEW, str(folder))
     if is_reverted:
-        assert "it is as it was" in raised.value.hint
+        assert "is as it was" in raised.value.hint
         assert texts(folder) == {**BEFORE, "late": "late"}
     else:
         assert (

@@ -184,7 +184,7 @@ class Judge:
 
     def _claims_are_true(self, said: str, now: Snapshot) -> bool:
         """Return whether a file that is reported as unchanged is unchanged."""
-        if "it is as it was" not in said or now == self.old:
+        if "is as it was" not in said or now == self.old:
             return True
         name = said.removeprefix("error: ").partition(":")[0]
         return self.scenario.apart and now.get(name) == self.old.get(name)

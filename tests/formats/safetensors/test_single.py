@@ -20,7 +20,7 @@ from ckpttool.core.checkpoint import ExtraEntry, Lazy, Section, Span, Storage, T
 from ckpttool.core.pickle_imports import Import
 from ckpttool.formats import safetensors as st_format
 from ckpttool.formats.safetensors import layout, layout_in_place, overlapping, read
-from ckpttool.io.files import look_anew
+from ckpttool.io.files import forget_and_check
 from files import write_pieces
 
 F32 = '{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
@@ -653,16 +653,16 @@ def test_the_fast_parser_matches_the_strict_one(tmp_path_factory, header):
 
 def outcome(path: Path, fast: bool):
     """Return keys, shapes, offsets and metadata, or the error and its problems."""
-    kept = st_format._as_usual
+    kept = st_format._read_common_header
     if not fast:
-        st_format._as_usual = lambda text, data: None
-    look_anew(str(path))
+        st_format._read_common_header = lambda text, data: None
+    forget_and_check(str(path))
     try:
         read = st_format.read(str(path))
     except CkptError as error:
         return error.message, error.problems
     finally:
-        st_format._as_usual = kept
+        st_format._read_common_header = kept
     tensors = [
         (e.key, e.dtype, e.shape, e.stride, e.storage and e.storage.data)
         for e in read.sections[0].tensors
@@ -680,5 +680,5 @@ def test_headers_of_common_writers_take_the_fast_path(tmp_path, monkeypatch):
         tmp_path / "m.safetensors",
         metadata={"a": '"'},
     )
-    monkeypatch.setattr(st_format, "_strictly", None)
+    monkeypatch.setattr(st_format, "_read_any_header", None)
     assert len(st_format.read(str(tmp_path / "m.safetensors")).sections[0].tensors) == 9

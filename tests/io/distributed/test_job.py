@@ -50,7 +50,7 @@ def test_ranks_with_different_plans_are_named() -> None:
     store = HashStore()
     for rank, digest in enumerate(("same", "smaller", "same", "Zarger")):
         store.set(f"plan/1/{rank}", f'"{digest}"')
-    with pytest.raises(CkptError, match="the ranks do not mean the same") as raised:
+    with pytest.raises(CkptError, match="the ranks planned different outputs") as raised:
         Job(0, 4, store).agree("same")
     assert [problem.key for problem in raised.value.problems] == ["rank 1", "rank 3"]
 
