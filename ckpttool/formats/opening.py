@@ -47,13 +47,13 @@ def open_checkpoint(path: str) -> Checkpoint:
 
 def _data_files(checkpoint: Checkpoint) -> set[str]:
     """Return the paths of the files with bytes of tensors."""
-    paths = set()
+    data_paths = set()
     for section in checkpoint.sections:
         for entry in section.tensors:
             data = None if entry.storage is None else entry.storage.data
             if isinstance(data, Span):
-                paths.add(data.path)
-    return paths
+                data_paths.add(data.path)
+    return data_paths
 
 
 def not_looked_into(imports: Iterable[Import]) -> Iterator[Note]:
@@ -107,12 +107,12 @@ def unsafe_in_folder(
     return unsafe_in(file for file in unread if read.isdisjoint((file, os.path.realpath(file))))
 
 
-def unsafe_in(paths: Iterable[str]) -> tuple[Import, ...]:
+def unsafe_in(pickle_paths: Iterable[str]) -> tuple[Import, ...]:
     """Return the dangerous imports in the pickles of these files, and pickles that cannot be
     read.
     """
     with one_reading(), collected() as imports:
-        for path in paths:
+        for path in pickle_paths:
             try:
                 recognize(path).read()
             except CkptError:  # a pickle that torch.save did not write, if it is one

@@ -31,8 +31,8 @@ class _Sources:
 
     `streamed`: paths and URLs whose tensors were read since `begin_reading`. `opened`: local files
     by path, with the number of the look. `read`: local files that are not checkpoints (rules,
-    names, code). `looks` counts `forget`: an index that is read again may be of another file. Files that
-    were opened before the look `begun` belong to earlier calls of the library.
+    names, code). `looks` counts `forget`: an index that is read again may be of another file. Files
+    that were opened before the look `begun` belong to earlier calls of the library.
     """
 
     streamed: set[str] = field(default_factory=set)

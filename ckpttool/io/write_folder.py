@@ -22,13 +22,14 @@ from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Files, Link, Piece, Pieces, Ready, nbytes_of
 from ckpttool.io.preflight import is_one_of
 from ckpttool.io.syscalls import NOT_HERE, confirm, exchange, sync_folder, uninterrupted
-from ckpttool.io.temporary import staged_folder
+from ckpttool.io.temporary import remove_left, staged_folder
 from ckpttool.io.transaction import Replaced, forget_undo, locked, record_of, recover
 from ckpttool.io.write import DEFAULT, WriteOptions, check_space, explained
 
 NEW = "new"  # the new files in a staging folder
 Contents = Mapping[str, Union[Pieces, Link, Ready]]
-_STAYS = NOT_HERE | {errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EROFS}
+# the folder cannot be exchanged as a whole: its files are moved one by one
+_NOT_EXCHANGEABLE = NOT_HERE | {errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EROFS}
 
 
 def write_folder(
@@ -54,7 +55,7 @@ def write_folder(
         return
     folder = Path(os.path.realpath(out))
     with explained(out):
-        recover(folder.parent, ())
+        remove_left(folder.parent)
         recover(folder)
         new: dict[str, Pieces | Link | Ready] = {}
         nbytes = 0  # to write
@@ -206,7 +207,7 @@ def _exchange(new: Path, out: str, folder: Path, rows: Sequence[Replaced], fsync
     """Complete the new folder with everything that stays, and exchange it with the old one; False
     if impossible.
     """
-    skip = {row.name for row in rows} | {record_of(folder / row.name).name for row in rows}
+    skip = {row.name for row in rows} | {str(record_of(Path(row.name))) for row in rows}
     try:
         _link_all(folder, new, skip)
         if fsync:
@@ -226,7 +227,7 @@ def _exchange(new: Path, out: str, folder: Path, rows: Sequence[Replaced], fsync
                     ) from error
                 raise
     except OSError as error:
-        if error.errno not in _STAYS:
+        if error.errno not in _NOT_EXCHANGEABLE:
             raise
         return False
     return True

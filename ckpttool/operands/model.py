@@ -81,11 +81,15 @@ class ModelOperand:
         return NameTables(self._names)
 
     def with_optimizer(self, optimizer: Any) -> ModelOperand:
-        """Return the same model, whose names are read once, with another optimizer, or none."""
+        """Return the same model with another optimizer, or none. Its names are read now and only
+        once, which runs the model's code.
+        """
         if optimizer == self.optimizer:
             return self
         other = replace(self, optimizer=optimizer)
-        other.__dict__.update(_bare=self._bare, _loads=self._loads, _verdicts=self._verdicts)
+        other.__dict__.update(
+            _names_without_ids=self._names_without_ids, _loads=self._loads, _verdicts=self._verdicts
+        )
         if "_definition" in vars(self):
             other.__dict__["_definition"] = self._definition
         return other
@@ -93,7 +97,7 @@ class ModelOperand:
     @cached_property
     def _names(self) -> Names:
         if self.optimizer is None:
-            return self._bare
+            return self._names_without_ids
         if not self.is_definition:
             raise CkptError(
                 f"--optimizer needs the model's code, and {self.title} is a file of names",
@@ -104,12 +108,12 @@ class ModelOperand:
 
         def ask() -> Names:
             optimizer = load_optimizer(self.optimizer, self.model)
-            return with_optimizer(self._bare, self.definition(), optimizer)
+            return with_optimizer(self._names_without_ids, self.definition(), optimizer)
 
         return self._once(ask, self.optimizer)
 
     @cached_property
-    def _bare(self) -> Names:
+    def _names_without_ids(self) -> Names:
         """The names without the ids of the optimizer."""
         if not self.is_definition:
             if self.pretrained:

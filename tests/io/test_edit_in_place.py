@@ -296,6 +296,17 @@ def test_damaged_state_in_a_journal_or_record_is_refused(
         assert "look at it, and remove it: rm " in err
 
 
+def test_damaged_journal_next_to_a_folder_does_not_concern_it(source: Path, run: Run) -> None:
+    source.with_name(JOURNAL).write_text("damaged")
+    other = source.with_name("other")
+    other.mkdir()
+    save_file({"a.w": torch.ones(1)}, other / "in.safetensors")
+    for _ in range(2):  # into a new folder, and into one that exists
+        words = ("remap", other / "in.safetensors", "-o", "out/", "--rule", "a.{x} => z.{x}")
+        assert run(*words, "--force").status == 0
+    assert load_file("out/model.safetensors").keys() == {"z.w"}
+
+
 def test_undo_of_a_missing_file_says_so(source: Path, run: Run) -> None:
     status, _, err = run("undo", source.with_name("absent.safetensors"))
     assert (status, "no such file: " in err, "nothing to undo" in err) == (2, True, False)
