@@ -554,7 +554,8 @@ def layout_files(
     their files.
 
     Each of several ranks gets a file of about the same size, as if it had saved its part. Raises
-    `Refused`, all problems at once, for what torch.distributed.checkpoint cannot hold.
+    `Refused`, all problems at once, for what torch.distributed.checkpoint cannot hold. `kind`,
+    `name` and `max_shard_size` are for other formats.
     """
     rebuilder = Rebuilder()
     container = checkpoint.container

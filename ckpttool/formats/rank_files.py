@@ -203,6 +203,7 @@ def _numbers(paths: Sequence[str]) -> dict[str, int]:
 
         run2/rank_0.pt  run2/rank_1.pt      0 and 1: the 2 is in both paths
     """
+    # a longer number counts as several numbers, which are compared like any others
     by_path = [list(map(int, re.findall(r"\d{1,9}", path))) for path in paths]
     if len(set(map(len, by_path))) != 1:
         return {}
@@ -253,21 +254,12 @@ class _Merge:
             lost.pop(key, None)
         self.notes += [f"not copied: {key}, which rank 0 does not have" for key in lost]
         for key, values in by_key.items():
-            self._check_same(key, values)
+            self._require_same(key, values)
 
-    def _check_same(self, path: str, values: Sequence[Any]) -> bool:
-        """Note a problem, and return False, unless all ranks that have the value have the same, or
-        one of the same kind.
-        """
-        ranks: dict[str, int] = {}
-        for rank, value in enumerate(values):
-            if value is not _ABSENT:
-                ranks.setdefault(_described(value), rank)
-        if len(ranks) > 1:
-            (value, rank), (other, other_rank), *_ = ranks.items()
-            text = f"is {value} on rank {rank}, and {other} on rank {other_rank}"
-            self.problems.append(Problem(text, path))
-        return len(ranks) == 1
+    def _require_same(self, path: str, values: Sequence[Any]) -> None:
+        difference = _first_difference(values)
+        if difference is not None:
+            self.problems.append(Problem(difference, path))
 
     def section(self, path: str, sections: Sequence[Section | None]) -> Section:
         """Return the section at the path, of which each rank has a part, or None."""
@@ -281,7 +273,7 @@ class _Merge:
             mappings[rank] = section.mapping
             for key, entry in section.by_key().items():
                 by_key.setdefault(key, [None] * len(sections))[rank] = entry
-        self._check_same(path, kinds)
+        self._require_same(path, kinds)
         if first.mapping is not None:
             tensors: list[TensorEntry] = []
             mapping = self._value(mappings, tensors, path)
@@ -316,7 +308,9 @@ class _Merge:
         `tensors`.
         """
         first = next(value for value in values if value is not _ABSENT)
-        if not self._check_same(path, values):
+        difference = _first_difference(values)
+        if difference is not None:
+            self.problems.append(Problem(difference, path))
             return first
         if isinstance(first, (TensorEntry, ExtraEntry)):
             by_rank = []
@@ -362,6 +356,20 @@ class _Merge:
         else:
             self.notes.append(f"{path} differs between the ranks: rank 0's is used")
         return first
+
+
+def _first_difference(values: Sequence[Any]) -> str | None:
+    """Return how the values of two ranks differ; None if all ranks that have the value have the
+    same, or one of the same kind.
+    """
+    ranks: dict[str, int] = {}
+    for rank, value in enumerate(values):
+        if value is not _ABSENT:
+            ranks.setdefault(_described(value), rank)
+    if len(ranks) <= 1:
+        return None
+    (value, rank), (other, other_rank), *_ = ranks.items()
+    return f"is {value} on rank {rank}, and {other} on rank {other_rank}"
 
 
 def _described(value: Any) -> str:

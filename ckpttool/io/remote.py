@@ -176,6 +176,7 @@ def filesystem(url: str) -> tuple[Any, str]:
     Raises `CkptError` that names the package to install if the driver is missing.
     """
     options: dict[str, Any] = {}
+    # a chain such as simplecache::https:// fetches the whole file, whatever its size
     if url.partition("://")[0] in ("http", "https"):
         configured = {**fsspec.config.conf.get("http", {}), **fsspec.config.conf.get("https", {})}
         client = {
