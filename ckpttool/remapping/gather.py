@@ -32,7 +32,6 @@ from ckpttool.core.expression import Expression, Op, Ref, refs, substitute
 from ckpttool.core.names import RUNTIME, SERIALIZED, Names
 from ckpttool.core.optimizer_state import rebuilt
 from ckpttool.core.plan import Dropped
-from ckpttool.core.strides import Shape
 from ckpttool.core.tables import present, selected, without_tensors
 from ckpttool.core.text import dotted, plural
 from ckpttool.core.values import dataclass
@@ -415,7 +414,7 @@ def _unwrapped_modules(section: Section) -> dict[Any, Any] | None:
     return modules
 
 
-def _assembling(ref: Ref, part: Shape, whole: Shape) -> Expression:
+def _assembling(ref: Ref, part: tuple[int, ...], whole: tuple[int, ...]) -> Expression:
     """Return the whole tensor as an expression over what the ranks hold.
 
     `ref` stands for the parts of all ranks, and `part` is the shape of rank 0's part.
@@ -463,7 +462,7 @@ def _assemble(
 
 
 def assembled(
-    entry: TensorEntry, shape: Shape | None, whose: str, is_tensor_parallel: bool = False
+    entry: TensorEntry, shape: tuple[int, ...] | None, whose: str, is_tensor_parallel: bool = False
 ) -> Assembly:
     """Return what the ranks hold as one tensor of `shape`, from copies or slices of it.
 
@@ -497,7 +496,9 @@ def assembled(
     return Assembly(entry, Problem(text, entry.key))
 
 
-def _along(key: str, parts: Sequence[TensorEntry], shape: Shape, dimension: int) -> TensorEntry:
+def _along(
+    key: str, parts: Sequence[TensorEntry], shape: tuple[int, ...], dimension: int
+) -> TensorEntry:
     """Return the parts, joined along one dimension."""
     chunks: list[tuple[Chunk, TensorEntry]] = []
     offsets = [0] * len(shape)
