@@ -30,7 +30,7 @@ def _visible_char(char: str) -> str:
 
 
 class Placeholder(str):
-    """A word of a printed command that stands for what only the user knows."""
+    """A word of a printed command for a fact that only the user knows."""
 
     __slots__ = ()
 

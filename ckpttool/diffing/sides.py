@@ -17,7 +17,7 @@ class Side:
     """One side of a comparison: a checkpoint, and the section of it that is compared, its model or
     its optimizer.
 
-    `field` stands for the side in the words of a `Note`.
+    `field` is the name of the side in the words of a `Note`.
     """
 
     checkpoint: Checkpoint

@@ -235,8 +235,8 @@ def try_cast(question: DiffQuestion, dtype: str) -> TriedFix | None:
 
 
 def try_recorded_names(question: DiffQuestion) -> TriedFix | None:
-    """Return the conversion to a format that holds second names, which restores those that the file
-    records in its metadata; None if it does not fix everything.
+    """Return the conversion to a format that holds second names, and restores the names that the
+    file records in its metadata; None if it does not fix everything.
     """
     source = question.left if question.opened is None else question.opened[0]
     assert source is not None

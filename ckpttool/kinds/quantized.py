@@ -424,7 +424,7 @@ def problems_of_parts(section: Section, outputs: Sequence[Output]) -> list[Probl
 def _problems_of_casts(
     weight: QuantizedWeight, computed: Mapping[str, Sequence[Output]]
 ) -> Iterator[Problem]:
-    """Yield the parts that are cast by themselves: their values mean something together."""
+    """Yield the parts that are cast without the others: only all parts together have a value."""
     scaled = []  # outputs that are made of the numbers and their scales
     for output in computed.get(weight.weight, ()):
         if set(weight.others).intersection(ex.refs(output.source)):

@@ -534,7 +534,7 @@ def _pair_below_prefix(keys: Sequence[str], names: Mapping[str, str]) -> Mapping
 
 
 class Likeness(NamedTuple):
-    """What a tensor of the model is like. The shape of an opaque value may be unknown."""
+    """The dtype and shape of a tensor of the model. The shape of an opaque value may be unknown."""
 
     dtype: str
     shape: Shape | None

@@ -245,8 +245,8 @@ def fill_layout(
     `defaults`.
 
     A group with the parameters of a saved group keeps that one's hyperparameters, as in
-    ``load_state_dict``. Any other group is new: it takes the fields that the code sets, and without
-    `defaults` those of the first saved group of its parameters, or of the file.
+    ``load_state_dict``. Any other group is new: it takes the fields that the code sets. Without
+    `defaults` it takes the fields of the first saved group of its parameters, or of the file.
     `by_parameter`: the file has hyperparameters of parameters and not of groups (a flattened
     optimizer), so no group is new that has one of these. Raises `Refused` if a group gets
     parameters from groups with different hyperparameters, and nothing says which of them it has.

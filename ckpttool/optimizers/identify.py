@@ -363,7 +363,7 @@ class ParamMap:
 
     @property
     def evidence(self) -> str:
-        """What the names rest on, in words."""
+        """The evidence for the names, in words."""
         if self.basis is Basis.FILE:
             return f"the keys of {self.section or 'the model'} in the same file, in their order"
         return str(self.basis.value)

@@ -417,7 +417,7 @@ def _unwrapped_modules(section: Section) -> dict[Any, Any] | None:
 def _assembling(ref: Ref, part: tuple[int, ...], whole: tuple[int, ...]) -> Expression:
     """Return the whole tensor as an expression over what the ranks hold.
 
-    `ref` stands for the parts of all ranks, and `part` is the shape of rank 0's part.
+    `ref` refers to the parts of all ranks, and `part` is the shape of rank 0's part.
 
     w [2, 4] on each of 2 ranks  ─ cat 0 ─▶  w [4, 4]
     """
@@ -466,7 +466,7 @@ def assembled(
 ) -> Assembly:
     """Return what the ranks hold as one tensor of `shape`, from copies or slices of it.
 
-    It is a problem if they hold neither; `whose` shape it is, is said there.
+    It is a problem if they hold neither. The problem says `whose` shape it is.
     """
     if not is_of_ranks(entry):
         return Assembly(entry)

@@ -28,7 +28,7 @@ from ckpttool.remapping.steps import identity_plan
 
 @dataclass(frozen=True, slots=True)
 class Whose:
-    """Whose optimizers a file holds, if it has other models next to the one that changes.
+    """The models of the optimizers in a file, if it has other models next to the changed model.
 
     Attributes:
         requests: The path of an optimizer -> its own request. Others have the common request.

@@ -305,7 +305,7 @@ def missing_names(tables: NameTables, to: ModelForm, plan: Plan) -> tuple[str, .
 
 def with_form_recorded(tables: NameTables, result: Checkpoint, path: str, form: str) -> Checkpoint:
     """Return `result` with the form of the section at `path` recorded, if its names, dtypes and
-    shapes do not show it. What the source's names were is forgotten.
+    shapes do not show it. The form of the source is forgotten.
     """
     section = replace(result.section(path), form=None, has_runtime_names=False)
     has_all_keys = tables.serialized_names.keys() <= section.by_key().keys()

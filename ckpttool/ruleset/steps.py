@@ -95,7 +95,7 @@ class Parts:
         return [str(self.part_key(whole, number)) for number in range(count)]
 
     def whole_of(self, key: str) -> PartOf | None:
-        """Return what the key is a part of; None if it is no part."""
+        """Return the whole of which the key is a part; None if it is not one."""
         if self.counter:
             return self._counted_part(key)
         for number, name in enumerate(self.names):

@@ -31,7 +31,7 @@ class AdapterLoad:
 
     `error` is what PEFT raises. `saved` are the keys that PEFT writes for such an adapter on this
     model, with dtype and shape; it is empty if PEFT cannot put one on the model. `unloaded` are
-    those of them to which the adapter gives no value, whether PEFT calls them missing or not.
+    the saved keys without a value in the adapter, whether PEFT calls them missing or not.
     """
 
     ok: bool
