@@ -16,7 +16,7 @@ from ckpttool.optimizers.identify import sorted_like_model
 from ckpttool.optimizers.move import remap_optimizers
 from ckpttool.optimizers.request import OptimizerRemap, OptimizerRequest
 from ckpttool.remapping.result import Remap
-from ckpttool.remapping.several_models import Whose, whose_optimizers
+from ckpttool.remapping.several_models import OptimizerModels, models_of_optimizers
 
 
 def with_optimizers(outcome: Remap, source: Checkpoint, request: OptimizerRequest) -> Remap:
@@ -31,15 +31,15 @@ def with_optimizers(outcome: Remap, source: Checkpoint, request: OptimizerReques
         ruled = model  # only the file has names: they change as its keys do
     keys = () if model is None else outcome.result.section(model.section.path).keys
     request = replace(request, ruled=ruled, model=model, narrowed=outcome.narrowed, model_keys=keys)
-    whose = whose_optimizers(source, outcome, request)
-    request = replace(request, by_section=whose.requests)
+    by_model = models_of_optimizers(source, outcome, request)
+    request = replace(request, by_section=by_model.requests)
     result, optimizers = remap_optimizers(outcome.result, request)
     changed = [optimizer.section for optimizer in optimizers]
-    notes = [*outcome.notes, *whose.notes(changed)]
+    notes = [*outcome.notes, *by_model.notes(changed)]
     if model is None and outcome.narrowed is not None:  # --select
-        notes += _on_whole_state(result, (*changed, *whose.of_others))
+        notes += _on_whole_state(result, (*changed, *by_model.of_others))
     if request.called is not None and (ruled is None or ruled.renames(ruled.section.keys)):
-        notes += _left_in_order(result, optimizers, request, whose)
+        notes += _left_in_order(result, optimizers, request, by_model)
     if not optimizers:
         return replace(outcome, notes=tuple(notes))
     moves = []
@@ -47,7 +47,7 @@ def with_optimizers(outcome: Remap, source: Checkpoint, request: OptimizerReques
         notes += optimizer.notes
         if optimizer.move is not None:
             moves.append(optimizer.move)
-    result = _in_order(result, optimizers, request, outcome.ruled, ruled, whose)
+    result = _in_order(result, optimizers, request, outcome.ruled, ruled, by_model)
     plan = _with_moves(outcome.plan, result, moves)
     return replace(outcome, result=result, plan=plan, optimizers=optimizers, notes=tuple(notes))
 
@@ -65,12 +65,12 @@ def _in_order(
     request: OptimizerRequest,
     by_steps: ModelChange | None,
     ruled: ModelChange | None,
-    whose: Whose,
+    by_model: OptimizerModels,
 ) -> Checkpoint:
     """Return the result with the keys of its state dicts in the order of the parameters that the
     ids have. Models with their own optimizers keep theirs.
     """
-    others = set(whose.of_others.values())
+    others = set(by_model.of_others.values())
     loaded_by = [remap.loaded_by for remap in optimizers if remap.loaded_by is not None]
     keeps_places = ruled is None or ruled.keeps_places
     target = request.names if keeps_places else None
@@ -92,7 +92,7 @@ def _left_in_order(
     result: Checkpoint,
     optimizers: Sequence[OptimizerRemap],
     request: OptimizerRequest,
-    whose: Whose,
+    by_model: OptimizerModels,
 ) -> Iterator[str]:
     """Yield a note on each optimizer with ids, whose order rules do not change to the new
     model's.
@@ -101,7 +101,7 @@ def _left_in_order(
     diff = shell("ckpttool", "diff", "--model", "NEW", "--optimizer", "O", out)
     text = f"optimizer ids keep the order of the model that saved them; check with {diff}"
     ordered = {remap.section for remap in optimizers if remap.loaded_by is not None}
-    ordered.update(whose.of_others)
+    ordered.update(by_model.of_others)
     for section in result.optimizers:
         state = forms.read(section)
         is_empty = state.is_stateless and len(state.groups) < 2

@@ -27,7 +27,7 @@ from ckpttool.remapping.steps import identity_plan
 
 
 @dataclass(frozen=True, slots=True)
-class Whose:
+class OptimizerModels:
     """The models of the optimizers in a file, if it has other models next to the changed model.
 
     Attributes:
@@ -46,13 +46,15 @@ class Whose:
                 yield Info(f"{optimizer} is of {model}, and stays as it is", "remap")
 
 
-def whose_optimizers(source: Checkpoint, outcome: Remap, request: OptimizerRequest) -> Whose:
+def models_of_optimizers(
+    source: Checkpoint, outcome: Remap, request: OptimizerRequest
+) -> OptimizerModels:
     """Return the request of each optimizer that is not, or not surely, of the model that changes.
 
     Names and shapes in the file tell it. Raise `Refused` if an optimizer can be of several models,
     and the result depends on it.
     """
-    result = Whose()
+    result = OptimizerModels()
     changed = _paths_of_model(source, outcome, request)
     if len(changed) < 2 and all(section.path in changed for section in source.state_dicts):
         return result
