@@ -22,7 +22,8 @@ from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.output import outputs
 from ckpttool.operands.reading import as_read
 from ckpttool.operands.same_model import same_model
-from ckpttool.optimizers.identify import Parameters, compare_key_order
+from ckpttool.optimizers.key_order import compare_key_order
+from ckpttool.optimizers.parameters import Parameters
 
 if TYPE_CHECKING:
     from ckpttool.tracing.loading import Verdict

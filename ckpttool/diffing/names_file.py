@@ -29,7 +29,7 @@ from ckpttool.naming.evidence import Inference
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.names_files import saved_by
-from ckpttool.optimizers.identify import Parameters
+from ckpttool.optimizers.parameters import Parameters
 
 _NOT_KEYS = (Code.RUNTIME_NAME, Code.OPTIMIZER_ID, Code.PARAM_REMOVED, Code.PARAM_ADDED)
 

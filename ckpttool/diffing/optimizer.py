@@ -23,7 +23,7 @@ from ckpttool.io.paths import join
 from ckpttool.operands.checkpoint import is_folder
 from ckpttool.operands.model import ModelOperand
 from ckpttool.optimizers.forms import read
-from ckpttool.optimizers.identify import Parameters
+from ckpttool.optimizers.parameters import Parameters
 
 
 def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Diff:

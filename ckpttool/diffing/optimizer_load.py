@@ -43,13 +43,13 @@ from ckpttool.optimizers.forms import read
 from ckpttool.optimizers.groups import fill_layout
 from ckpttool.optimizers.identify import (
     Doubt,
-    Parameters,
     ParamMap,
-    compare_key_order,
     identify_params,
     listed_names,
     names_without_model,
 )
+from ckpttool.optimizers.key_order import compare_key_order
+from ckpttool.optimizers.parameters import Parameters
 from ckpttool.optimizers.transform import identity, move_state
 
 if TYPE_CHECKING:

@@ -38,7 +38,8 @@ from ckpttool.diffing.result import (
 from ckpttool.operands.checkpoint import saved_state_dicts
 from ckpttool.optimizers.classes import class_of
 from ckpttool.optimizers.forms import read
-from ckpttool.optimizers.identify import Basis, ParamMap, identify_params, same_key_order
+from ckpttool.optimizers.identify import Basis, ParamMap, identify_params
+from ckpttool.optimizers.key_order import same_key_order
 from ckpttool.optimizers.options import different, same_option
 
 _ENTRIES = (TensorEntry, ExtraEntry)

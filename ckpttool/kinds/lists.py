@@ -13,7 +13,7 @@ from ckpttool.core.names import RUNTIME, Names, first_parameters
 from ckpttool.core.text import plural
 from ckpttool.naming.convert import read_keys
 from ckpttool.naming.match import NameTables
-from ckpttool.optimizers.identify import Parameters
+from ckpttool.optimizers.parameters import Parameters
 
 NAME = "list"
 

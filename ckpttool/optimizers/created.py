@@ -12,8 +12,8 @@ from ckpttool.core.optimizer_state import FLAT, ID, FilledTensor, Param, ParamGr
 from ckpttool.core.text import Info, plural, some
 from ckpttool.evaluate.apply import entry_of
 from ckpttool.optimizers.classes import SHARED_BY_ALL
-from ckpttool.optimizers.identify import Parameters
 from ckpttool.optimizers.options import plain_options
+from ckpttool.optimizers.parameters import Parameters
 from ckpttool.optimizers.request import Create
 
 

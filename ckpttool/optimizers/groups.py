@@ -23,8 +23,8 @@ from ckpttool.core.optimizer_state import (
 from ckpttool.core.tables import positions, selected
 from ckpttool.core.text import plural, some
 from ckpttool.optimizers.classes import with_new_options
-from ckpttool.optimizers.identify import Parameters
 from ckpttool.optimizers.options import different, number_of, same_options
+from ckpttool.optimizers.parameters import Parameters
 
 
 def new_groups(

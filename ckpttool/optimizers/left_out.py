@@ -13,7 +13,8 @@ from ckpttool.core.optimizer_state import OptimizerState
 from ckpttool.core.strides import Shape
 from ckpttool.core.text import plural, shell, some
 from ckpttool.naming.model_change import ModelChange
-from ckpttool.optimizers.identify import Parameters, ParamMap, identify_params, names_without_model
+from ckpttool.optimizers.identify import ParamMap, identify_params, names_without_model
+from ckpttool.optimizers.parameters import Parameters
 from ckpttool.optimizers.request import OptimizerRequest
 
 _FLOATS = ("float", "bfloat", "complex")

@@ -31,17 +31,17 @@ from ckpttool.optimizers.groups import (
 )
 from ckpttool.optimizers.identify import (
     Basis,
-    Parameters,
     ParamMap,
     by_optimizer_names,
-    compare_key_order,
     identify_params,
     listed_names,
     match_to_model,
     names_without_model,
     with_shape_doubt,
 )
+from ckpttool.optimizers.key_order import compare_key_order
 from ckpttool.optimizers.left_out import check_names_are_keys, without_left_out
+from ckpttool.optimizers.parameters import Parameters
 from ckpttool.optimizers.request import OptimizerRemap, OptimizerRequest
 from ckpttool.optimizers.transform import (
     Shapes,
@@ -86,7 +86,7 @@ def remap_optimizers(
     return replace(source, sections=tuple(sections)), tuple(remaps)
 
 
-class _Change(NamedTuple):
+class _OptimizerTask(NamedTuple):
     """The change of one optimizer. `where` is its place in the file, as messages call it, `was` the
     form of its keys in the file, `to` the form in which it is written.
     """
@@ -96,7 +96,7 @@ class _Change(NamedTuple):
     was: str
     to: str
 
-    def with_request(self, request: OptimizerRequest) -> _Change:
+    def with_request(self, request: OptimizerRequest) -> _OptimizerTask:
         return self._replace(request=request)
 
     @property
@@ -116,7 +116,7 @@ def remap_optimizer(
     state = forms.read(section)
     if not state.params:
         return None
-    task = _Change(request, section.title, state.form, request.keys or state.form)
+    task = _OptimizerTask(request, section.title, state.form, request.keys or state.form)
     task = _follow_narrowed(state, task)
     request = task.request
     is_by_model = request.keys is not None and request.names is not None
@@ -168,7 +168,7 @@ class _NewState(NamedTuple):
 
 
 def _moved(
-    section: Section, state: OptimizerState, task: _Change
+    section: Section, state: OptimizerState, task: _OptimizerTask
 ) -> tuple[OptimizerState, OptimizerRemap]:
     """Return the state under the requested names, in the requested form, and the record of the
     change.
@@ -211,7 +211,7 @@ def _moved(
     )
 
 
-def _new_state(named: OptimizerState, shapes: Shapes, task: _Change) -> _NewState:
+def _new_state(named: OptimizerState, shapes: Shapes, task: _OptimizerTask) -> _NewState:
     """Return the state under its new names, with all groups and values. `shapes` are the shapes of
     the parameters of `named`.
     """
@@ -238,7 +238,10 @@ def _new_state(named: OptimizerState, shapes: Shapes, task: _Change) -> _NewStat
 
 
 def _groups(
-    named: OptimizerState, sources: Mapping[str, Expression], saved_by: Names | None, task: _Change
+    named: OptimizerState,
+    sources: Mapping[str, Expression],
+    saved_by: Names | None,
+    task: _OptimizerTask,
 ) -> tuple[ParamGroup, ...]:
     """Return the param groups of the new state.
 
@@ -255,7 +258,7 @@ def _groups(
     return new_groups(named, sources, saved_by, request.to_names, *key_forms, task.where)
 
 
-def _notes_on_names(named: _CanonicalState, task: _Change) -> list[str]:
+def _notes_on_names(named: _CanonicalState, task: _OptimizerTask) -> list[str]:
     """Return the notes on what the names, or the new ids, rest on."""
     notes = []
     if named.ids is not None and named.ids.is_assumed:
@@ -268,7 +271,7 @@ def _notes_on_names(named: _CanonicalState, task: _Change) -> list[str]:
     return notes
 
 
-def _follow_narrowed(state: OptimizerState, task: _Change) -> _Change:
+def _follow_narrowed(state: OptimizerState, task: _OptimizerTask) -> _OptimizerTask:
     """Return the task for an optimizer next to a model some of whose tensors are left out (the
     narrowed model): its parameters follow their keys, or stay if all of them are kept.
     """
@@ -316,7 +319,7 @@ def _file_shapes(
     return by_file_name
 
 
-def _is_renamed(state: OptimizerState, task: _Change) -> bool:
+def _is_renamed(state: OptimizerState, task: _OptimizerTask) -> bool:
     """Return True if parameters change, or their names in the file."""
     request = task.request
     ruled = request.ruled
@@ -336,7 +339,7 @@ def _is_renamed(state: OptimizerState, task: _Change) -> bool:
     return request.model is not None and request.model.renames(names)
 
 
-def _canonical_state(state: OptimizerState, task: _Change) -> _CanonicalState:
+def _canonical_state(state: OptimizerState, task: _OptimizerTask) -> _CanonicalState:
     """Return the state under the canonical names of the model that saved it; without a model, under
     the names in the file.
     """
@@ -378,7 +381,7 @@ def _unwrapped(names: Mapping[Param, str], request: OptimizerRequest) -> dict[Pa
     return {param: strip(name, paths) for param, name in names.items()}
 
 
-def _rules_first(state: OptimizerState, task: _Change) -> _Change:
+def _rules_first(state: OptimizerState, task: _OptimizerTask) -> _OptimizerTask:
     """Return the task with the named model as the model that loads the state, if its names fit the
     file after the rules, and not before.
 
@@ -413,7 +416,9 @@ def _of_new_model(
     return {canonical[name]: source for name, source in sources.items() if name in canonical}
 
 
-def _spelled(state: OptimizerState, moved: OptimizerState, task: _Change) -> dict[Param, str]:
+def _spelled(
+    state: OptimizerState, moved: OptimizerState, task: _OptimizerTask
+) -> dict[Param, str]:
     """Return the name of each parameter as it is written: names next to ids are spelled as the
     model's keys, with wrappers.
 
@@ -476,7 +481,7 @@ def _identified(state: OptimizerState, request: OptimizerRequest, where: str) ->
     return identify_params(state, names, where, state_dicts)
 
 
-def _by_rules(named: OptimizerState, task: _Change) -> dict[str, Expression] | None:
+def _by_rules(named: OptimizerState, task: _OptimizerTask) -> dict[str, Expression] | None:
     """Return the parameters after the rules; None without rules, or if no parameter is a tensor of
     the model.
     """
@@ -557,7 +562,7 @@ def _check_loads(moved: OptimizerState, old: Names | None, new: Names | None, wh
         )
 
 
-def _sources(named: OptimizerState, task: _Change) -> tuple[dict[str, Expression], bool]:
+def _sources(named: OptimizerState, task: _OptimizerTask) -> tuple[dict[str, Expression], bool]:
     """Return the new parameters as expressions over the old ones, and whether they follow the keys
     of the model.
 

@@ -31,8 +31,8 @@ from ckpttool.evaluate.ops import OPS
 from ckpttool.naming.convert import with_keys
 from ckpttool.naming.match import NameTables
 from ckpttool.optimizers.classes import ELEMENTWISE, SHARED_BY_ALL
-from ckpttool.optimizers.identify import Parameters
 from ckpttool.optimizers.options import same_option, same_options
+from ckpttool.optimizers.parameters import Parameters
 
 _FILE = "(root)"  # the title of an optimizer that is the complete file
 

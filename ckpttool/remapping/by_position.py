@@ -11,7 +11,7 @@ from ckpttool.core.expression import Ref
 from ckpttool.core.names import Names
 from ckpttool.core.strides import Shape
 from ckpttool.core.text import Note, plural
-from ckpttool.optimizers.identify import Parameters
+from ckpttool.optimizers.parameters import Parameters
 from ckpttool.optimizers.transform import sources_between
 from ckpttool.remapping.result import Remap
 

@@ -19,7 +19,7 @@ from ckpttool.naming.wrappers import canonical_keys
 from ckpttool.operands.checkpoint import is_code, model_section, open_checkpoint
 from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.reading import read_for_model
-from ckpttool.optimizers.identify import keys_in_model_order
+from ckpttool.optimizers.key_order import keys_in_model_order
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.plan import remap as remap_index
 from ckpttool.remapping.result import Filled, Remap

@@ -19,8 +19,9 @@ from ckpttool.evaluate.chunks import in_own_storage
 from ckpttool.naming.flat import unit_paths
 from ckpttool.optimizers import forms
 from ckpttool.optimizers.groups import group_of
-from ckpttool.optimizers.identify import Parameters, ParamMap, identify_params, listed_names
+from ckpttool.optimizers.identify import ParamMap, identify_params, listed_names
 from ckpttool.optimizers.move import remap_optimizers
+from ckpttool.optimizers.parameters import Parameters
 from ckpttool.optimizers.request import OptimizerRequest
 from ckpttool.remapping.gather import (
     Gathered,

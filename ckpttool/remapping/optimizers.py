@@ -12,7 +12,7 @@ from ckpttool.core.plan import OptimizerMove, Output, Plan
 from ckpttool.core.text import shell
 from ckpttool.naming.model_change import ModelChange
 from ckpttool.optimizers import forms
-from ckpttool.optimizers.identify import sorted_like_model
+from ckpttool.optimizers.key_order import sorted_like_model
 from ckpttool.optimizers.move import remap_optimizers
 from ckpttool.optimizers.request import OptimizerRemap, OptimizerRequest
 from ckpttool.remapping.result import Remap

@@ -18,7 +18,8 @@ from ckpttool.naming.match import NameTables
 from ckpttool.naming.model_change import ModelChange
 from ckpttool.operands.checkpoint import saved_state_dicts
 from ckpttool.optimizers import forms
-from ckpttool.optimizers.identify import could_be_of, has_names_of, listed_names
+from ckpttool.optimizers.identify import could_be_of, listed_names
+from ckpttool.optimizers.key_order import has_names_of
 from ckpttool.optimizers.move import remap_optimizer
 from ckpttool.optimizers.request import OptimizerRequest
 from ckpttool.remapping.plan import with_dropped_tensors

@@ -17,13 +17,8 @@ from ckpttool.core.checkpoint import Section, Span, Storage, TensorEntry
 from ckpttool.core.expression import Ref
 from ckpttool.core.names import RuntimeTensor, SerializedKey
 from ckpttool.core.optimizer_state import FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup
-from ckpttool.optimizers.identify import (
-    compare_key_order,
-    identify_params,
-    names_without_model,
-    same_key_order,
-    sorted_like_model,
-)
+from ckpttool.optimizers.identify import identify_params, names_without_model
+from ckpttool.optimizers.key_order import compare_key_order, same_key_order, sorted_like_model
 
 Shape = tuple[int, ...]
 SHAPES: tuple[Shape, ...] = ((2,), (3,), (2, 2))
