@@ -11,8 +11,9 @@ from ckpttool.core.text import Note
 from ckpttool.diffing.causes import Cause, Code, segment_change
 from ckpttool.diffing.one_model import components
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, names_outlines, only_left, statuses_of
-from ckpttool.naming.evidence import Tensor, exchangeable
+from ckpttool.naming.evidence import Tensor
 from ckpttool.naming.match import NameTables
+from ckpttool.naming.shapes import exchangeable
 from ckpttool.operands.model import ModelOperand
 
 FQN_MODIFIERS = Note(

@@ -20,7 +20,7 @@ from ckpttool.fixes.unfixed import unfixed_by
 from ckpttool.formats.registry import is_program
 from ckpttool.io.files import is_file
 from ckpttool.io.paths import is_url, join, parent
-from ckpttool.naming.evidence import template
+from ckpttool.naming.templates import template
 from ckpttool.operands.checkpoint import is_folder, split
 from ckpttool.operands.model import HF
 from ckpttool.remapping.options import RemapOptions

@@ -24,36 +24,27 @@ from ckpttool.core.tables import by_key
 from ckpttool.core.text import Info
 from ckpttool.core.values import many_objects
 from ckpttool.naming.evidence import (
-    FUSED,
-    HEAD,
-    KINDS,
     SAME_NAME,
     Ambiguous,
     Digest,
-    Group,
     Inference,
-    Modules,
-    Order,
     Outlined,
     Pair,
-    Paths,
-    Prefixes,
     SideTensors,
-    Template,
-    best_tree,
+)
+from ckpttool.naming.modules import Modules, Paths, Prefixes, best_tree, common_trees
+from ckpttool.naming.order import Order
+from ckpttool.naming.shapes import fit, straight, transposed
+from ckpttool.naming.templates import Group, Template, groups, keys_of, shown, template
+from ckpttool.naming.vocabulary import (
+    FUSED,
+    HEAD,
+    KINDS,
     certain_part,
-    common_trees,
-    fit,
-    groups,
     inserted,
     is_fused,
-    keys_of,
     kind_of,
     part_of,
-    shown,
-    straight,
-    template,
-    transposed,
 )
 
 _DEPTHS = (3, 2, 1, 0)  # layer numbers that are generalized: models have up to three

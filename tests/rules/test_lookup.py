@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from ckpttool.fixes.rules_file import suggest
 from ckpttool.live.model import section_of
 from ckpttool.naming import pairing
-from ckpttool.naming.evidence import Pair, SideTensors, Tensor, groups
+from ckpttool.naming.evidence import Pair, SideTensors, Tensor
 from ckpttool.naming.pairing import infer
+from ckpttool.naming.templates import groups
 from ckpttool.ruleset import infer_rules
 from ckpttool.ruleset.infer_rules import drops, patterns, renames
 from ckpttool.ruleset.patterns import PatternSet, Rule, RuleList, matches, parse

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpttool.naming import evidence
+from ckpttool.naming import vocabulary
 from ckpttool.naming.evidence import Inference, SideTensors, Tensor
 from ckpttool.naming.pairing import infer
 from command import Run, fixes_in
@@ -71,7 +71,8 @@ def random_project(
     cross-attention.
     """
     names = {
-        part: rng.choice(words) for part, words in {**evidence.CERTAIN, **evidence.RELATIVE}.items()
+        part: rng.choice(words)
+        for part, words in {**vocabulary.CERTAIN, **vocabulary.RELATIVE}.items()
     }
     root = rng.choice(["", "model.", "net.decoder."])
     scale = rng.choice(["weight", "scale", "gamma"])

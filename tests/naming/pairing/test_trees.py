@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import pytest
 
-from ckpttool.naming.evidence import SideTensors, Tensor, fit, inserted
+from ckpttool.naming.evidence import SideTensors, Tensor
 from ckpttool.naming.pairing import infer
+from ckpttool.naming.shapes import fit
+from ckpttool.naming.vocabulary import inserted
 
 Shapes = dict[str, tuple[int, ...]]
 
