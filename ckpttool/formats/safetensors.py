@@ -103,7 +103,7 @@ class Header:
         return read_span(self.place).decode()
 
 
-class _Layout(NamedTuple):
+class _TensorLayout(NamedTuple):
     """What all tensors of one dtype and shape have in common."""
 
     dtype: str
@@ -112,7 +112,7 @@ class _Layout(NamedTuple):
     nbytes: int
 
 
-def _read_layout(described: str) -> _Layout | None:
+def _read_layout(described: str) -> _TensorLayout | None:
     """Read a dtype and shape (``{"dtype":"F32","shape":[2]}``); None if they must be read
     strictly.
     """
@@ -123,7 +123,7 @@ def _read_layout(described: str) -> _Layout | None:
     bits = _bits(shape, _BITS.get(code, _U64_MAX + 1))
     if bits is None:
         return None
-    return _Layout(BY_SAFETENSORS[code].name, shape, contiguous_stride(shape), bits // 8)
+    return _TensorLayout(BY_SAFETENSORS[code].name, shape, contiguous_stride(shape), bits // 8)
 
 
 def _plain_tensors(text: str, at: int, data: Span) -> dict[str, TensorEntry] | None:
@@ -133,7 +133,7 @@ def _plain_tensors(text: str, at: int, data: Span) -> dict[str, TensorEntry] | N
     `data` are the bytes after the header.
     """
     # `"dtype":…,"shape":…` as it is written -> what it means: most tensors repeat one
-    read_before: dict[str, _Layout | None] = {}
+    read_before: dict[str, _TensorLayout | None] = {}
     tensors: dict[str, TensorEntry] = {}
     start, path = data.offset, data.path
     in_order = True

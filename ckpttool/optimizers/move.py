@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, Section
-from ckpttool.core.errors import Problem, Refused, same_problem
+from ckpttool.core.errors import Refused, same_problem
 from ckpttool.core.expression import Expression, Op, Ref
-from ckpttool.core.names import SERIALIZED, Names
+from ckpttool.core.names import Names
 from ckpttool.core.optimizer_state import ID, OptimizerState, Param, ParamGroup, params_of, renamed
-from ckpttool.core.strides import Shape
 from ckpttool.core.tables import selected, shapes_of
-from ckpttool.core.text import shell, some
-from ckpttool.naming import wrappers
-from ckpttool.naming.model_change import ModelChange, copied, is_whole
-from ckpttool.naming.wrappers import strip
+from ckpttool.core.text import some
 from ckpttool.optimizers import forms
 from ckpttool.optimizers.classes import class_of, missing_for_step
 from ckpttool.optimizers.created import created_state
@@ -41,8 +37,10 @@ from ckpttool.optimizers.identify import (
 )
 from ckpttool.optimizers.key_order import compare_key_order
 from ckpttool.optimizers.left_out import check_names_are_keys, without_left_out
+from ckpttool.optimizers.new_params import sources_of_new_params, under_names_of
 from ckpttool.optimizers.parameters import Parameters
-from ckpttool.optimizers.request import OptimizerRemap, OptimizerRequest
+from ckpttool.optimizers.request import OptimizerRemap, OptimizerRequest, OptimizerTask
+from ckpttool.optimizers.spelling import spelled_names, without_wrappers
 from ckpttool.optimizers.transform import (
     Shapes,
     from_serialized,
@@ -50,9 +48,7 @@ from ckpttool.optimizers.transform import (
     in_form,
     move_of,
     move_state,
-    sources_between,
     start_from_scratch,
-    to_serialized,
 )
 
 
@@ -86,25 +82,6 @@ def remap_optimizers(
     return replace(source, sections=tuple(sections)), tuple(remaps)
 
 
-class _OptimizerTask(NamedTuple):
-    """The change of one optimizer. `where` is its place in the file, as messages call it, `was` the
-    form of its keys in the file, `to` the form in which it is written.
-    """
-
-    request: OptimizerRequest
-    where: str
-    was: str
-    to: str
-
-    def with_request(self, request: OptimizerRequest) -> _OptimizerTask:
-        return self._replace(request=request)
-
-    @property
-    def keeps_ids(self) -> bool:
-        """Whether ids are written and no other model loads them."""
-        return self.to == ID and self.request.to_names is None
-
-
 def remap_optimizer(
     section: Section, request: OptimizerRequest
 ) -> tuple[Section, OptimizerRemap] | None:
@@ -116,7 +93,7 @@ def remap_optimizer(
     state = forms.read(section)
     if not state.params:
         return None
-    task = _OptimizerTask(request, section.title, state.form, request.keys or state.form)
+    task = OptimizerTask(request, section.title, state.form, request.keys or state.form)
     task = _follow_narrowed(state, task)
     request = task.request
     is_by_model = request.keys is not None and request.names is not None
@@ -168,19 +145,19 @@ class _NewState(NamedTuple):
 
 
 def _moved(
-    section: Section, state: OptimizerState, task: _OptimizerTask
+    section: Section, state: OptimizerState, task: OptimizerTask
 ) -> tuple[OptimizerState, OptimizerRemap]:
     """Return the state under the requested names, in the requested form, and the record of the
     change.
 
     name in the file ─ `_canonical_state` ─▶ canonical name ─ `_new_state` ─▶ new name
-    new name ─ `_spelled` ─▶ name as it is written
+    new name ─ `spelled_names` ─▶ name as it is written
     """
     request = task.request
     named = _canonical_state(state, task)
     shapes = _shapes(named.state, request)
     new = _new_state(named.state, shapes, task)
-    spelled = _spelled(state, new.state, task)
+    spelled = spelled_names(state, new.state, task)
     written = renamed(new.state, spelled)
     sources = {spelled[name]: source for name, source in new.held.items()}
     over_file_names = {
@@ -211,15 +188,15 @@ def _moved(
     )
 
 
-def _new_state(named: OptimizerState, shapes: Shapes, task: _OptimizerTask) -> _NewState:
+def _new_state(named: OptimizerState, shapes: Shapes, task: OptimizerTask) -> _NewState:
     """Return the state under its new names, with all groups and values. `shapes` are the shapes of
     the parameters of `named`.
     """
     request, where = task.request, task.where
     to_names = request.to_names
-    sources, follow_keys = _sources(named, task)
+    sources, follow_keys = sources_of_new_params(named, task)
     if to_names is not None:
-        sources = _of_new_model(sources, to_names, where)
+        sources = under_names_of(sources, to_names, where)
     saved_by = request.names
     if follow_keys and to_names is None:
         saved_by = None  # the parameters may have other names than this model's
@@ -241,7 +218,7 @@ def _groups(
     named: OptimizerState,
     sources: Mapping[str, Expression],
     saved_by: Names | None,
-    task: _OptimizerTask,
+    task: OptimizerTask,
 ) -> tuple[ParamGroup, ...]:
     """Return the param groups of the new state.
 
@@ -258,7 +235,7 @@ def _groups(
     return new_groups(named, sources, saved_by, request.to_names, *key_forms, task.where)
 
 
-def _notes_on_names(named: _CanonicalState, task: _OptimizerTask) -> list[str]:
+def _notes_on_names(named: _CanonicalState, task: OptimizerTask) -> list[str]:
     """Return the notes on what the names, or the new ids, rest on."""
     notes = []
     if named.ids is not None and named.ids.is_assumed:
@@ -271,7 +248,7 @@ def _notes_on_names(named: _CanonicalState, task: _OptimizerTask) -> list[str]:
     return notes
 
 
-def _follow_narrowed(state: OptimizerState, task: _OptimizerTask) -> _OptimizerTask:
+def _follow_narrowed(state: OptimizerState, task: OptimizerTask) -> OptimizerTask:
     """Return the task for an optimizer next to a model some of whose tensors are left out (the
     narrowed model): its parameters follow their keys, or stay if all of them are kept.
     """
@@ -297,7 +274,7 @@ def _follow_narrowed(state: OptimizerState, task: _OptimizerTask) -> _OptimizerT
 
 def _shapes(named: OptimizerState, request: OptimizerRequest) -> Shapes:
     """Return the shapes of parameters, by canonical name, as far as models or rules say them."""
-    shapes: dict[str, Shape | None] = {}
+    shapes: dict[str, tuple[int, ...] | None] = {}
     if request.ruled is not None:
         shapes.update(request.ruled.shapes(list(map(str, named.params))))
     if request.names is not None:
@@ -319,7 +296,7 @@ def _file_shapes(
     return by_file_name
 
 
-def _is_renamed(state: OptimizerState, task: _OptimizerTask) -> bool:
+def _is_renamed(state: OptimizerState, task: OptimizerTask) -> bool:
     """Return True if parameters change, or their names in the file."""
     request = task.request
     ruled = request.ruled
@@ -339,7 +316,7 @@ def _is_renamed(state: OptimizerState, task: _OptimizerTask) -> bool:
     return request.model is not None and request.model.renames(names)
 
 
-def _canonical_state(state: OptimizerState, task: _OptimizerTask) -> _CanonicalState:
+def _canonical_state(state: OptimizerState, task: OptimizerTask) -> _CanonicalState:
     """Return the state under the canonical names of the model that saved it; without a model, under
     the names in the file.
     """
@@ -362,7 +339,7 @@ def _canonical_state(state: OptimizerState, task: _OptimizerTask) -> _CanonicalS
             param_map = replace(param_map, doubt=replace(doubt, hint=request.old_model))
         canonical = param_map.without_doubt(where).names
     if names is None and listed_names(state) is not None:
-        canonical = _unwrapped(canonical, request)
+        canonical = without_wrappers(canonical, request)
     file_names: dict[str, Expression] = {}
     for param, name in canonical.items():
         file_names[name] = Ref(str(param))
@@ -370,18 +347,7 @@ def _canonical_state(state: OptimizerState, task: _OptimizerTask) -> _CanonicalS
     return _CanonicalState(renamed(state, canonical), file_names, ids)
 
 
-def _unwrapped(names: Mapping[Param, str], request: OptimizerRequest) -> dict[Param, str]:
-    """Return the names without the wrappers that the remap removes from the model's keys, or
-    replaces.
-    """
-    model = request.model
-    if request.ruled is not None or model is None or not model.renames(list(names.values())):
-        return dict(names)
-    paths = wrappers.recognize(model.section.keys)
-    return {param: strip(name, paths) for param, name in names.items()}
-
-
-def _rules_first(state: OptimizerState, task: _OptimizerTask) -> _OptimizerTask:
+def _rules_first(state: OptimizerState, task: OptimizerTask) -> OptimizerTask:
     """Return the task with the named model as the model that loads the state, if its names fit the
     file after the rules, and not before.
 
@@ -396,70 +362,8 @@ def _rules_first(state: OptimizerState, task: _OptimizerTask) -> _OptimizerTask:
     if by_optimizer_names(state, names) is not None:
         return task
     after = task.with_request(replace(request, names=None, to_names=names))
-    sources, _ = _sources(renamed(state, listed), after)
+    sources, _ = sources_of_new_params(renamed(state, listed), after)
     return task if match_to_model(sources, names)[1] else after
-
-
-def _of_new_model(
-    sources: Mapping[str, Expression], names: Names, where: str
-) -> dict[str, Expression]:
-    """Return `sources` under the canonical names of the model that will load them, if it has these
-    names.
-    """
-    canonical, problems = match_to_model(sources, names)
-    if not canonical:
-        raise Refused(
-            f"{where}: none of its parameters has a name of {names.model}",
-            hint="--rule 'FROM => TO' says which parameter is which",
-            problems=problems,
-        )
-    return {canonical[name]: source for name, source in sources.items() if name in canonical}
-
-
-def _spelled(
-    state: OptimizerState, moved: OptimizerState, task: _OptimizerTask
-) -> dict[Param, str]:
-    """Return the name of each parameter as it is written: names next to ids are spelled as the
-    model's keys, with wrappers.
-
-    Raise `Refused` for other forms if the names would have no wrappers next to a model whose keys
-    get some.
-    """
-    request = task.request
-    names = {param: str(param) for param in moved.params}
-    wrapped = _wrapped_names(moved, request)
-    if task.to == ID:
-        has_names = all(group.param_names for group in moved.nonempty_groups)
-        return names | wrapped if has_names else names
-    old_keys = set() if request.model is None else set(request.model.section.keys)
-    # torch.distributed.checkpoint names parameters without the wrappers of the keys next to them
-    are_apart = state.form != ID and old_keys.isdisjoint(map(str, state.params))
-    if wrapped and not are_apart:
-        param, name = next(iter(wrapped.items()))
-        raise Refused(
-            f"{task.where}: the names of its parameters have no wrappers, and the model's keys"
-            " would have some",
-            hint="--to serialized removes the wrappers from the keys, --optimizer-keys id removes"
-            " the names from the optimizer",
-            problems=[Problem(f"the key is {name}", str(param))],
-        )
-    return names
-
-
-def _wrapped_names(moved: OptimizerState, request: OptimizerRequest) -> dict[Param, str]:
-    """Return the parameters whose keys in the model have wrappers, with these keys."""
-    keys = set(request.model_keys)
-    evidence = wrappers.infer(request.model_keys)
-    prefix = f"{evidence.root[-1]}." if evidence.root else ""
-    by_name = {strip(key, evidence.paths): key for key in request.model_keys}
-    wrapped: dict[Param, str] = {}
-    for param in moved.params:
-        if param in keys or str(param).startswith(prefix or "."):
-            continue
-        name = copied(by_name.get(str(param), "")) or prefix + str(param)
-        if name != param:
-            wrapped[param] = name
-    return wrapped
 
 
 def _identified(state: OptimizerState, request: OptimizerRequest, where: str) -> ParamMap:
@@ -481,66 +385,6 @@ def _identified(state: OptimizerState, request: OptimizerRequest, where: str) ->
     return identify_params(state, names, where, state_dicts)
 
 
-def _by_rules(named: OptimizerState, task: _OptimizerTask) -> dict[str, Expression] | None:
-    """Return the parameters after the rules; None without rules, or if no parameter is a tensor of
-    the model.
-    """
-    request, where = task.request, task.where
-    ruled = request.ruled
-    if ruled is None:
-        return None
-    before = identity(named.params)
-    if request.names is not None:
-        serialized = to_serialized(request.names, named.params)
-        if len(ruled.shapes(list(serialized))) > len(ruled.shapes(list(before))):
-            before = serialized
-    after = ruled.sources(before, where)
-    if after is None:
-        if not ruled.keeps_places and len(request.state_dicts) == 1:
-            raise Refused(
-                f"{where}: none of its parameters is a tensor of the model, so that its state"
-                " cannot follow the tensors",
-                hint=start_from_scratch(where),
-                problems=[Problem("no tensor of the model", str(param)) for param in named.params],
-            )
-        return None
-    if task.keeps_ids:
-        _check_places(named, after, ruled is request.narrowed, where)
-    return after
-
-
-def _kept(
-    named: OptimizerState, left_out: Container[str], change: ModelChange
-) -> dict[str, Expression]:
-    """Return the parameters that are not left out, under the new names of their keys."""
-    names = [str(param) for param in named.params if param not in left_out]
-    new_names = change.new_names(names)
-    return {new_names.get(name, name): Ref(name) for name in names}
-
-
-def _check_places(
-    named: OptimizerState, after: Mapping[str, Expression], is_narrowed: bool, where: str
-) -> None:
-    """Raise `Refused` unless each parameter stays one, so that ids can stay what they are."""
-    kept = set(ex.refs(tuple(after.values())))
-    if len(after) == len(kept) == len(named.params) and all(map(is_whole, after.values())):
-        return
-    if is_narrowed:
-        left_out = [str(param) for param in named.params if str(param) not in kept]
-        raise Refused(
-            f"{where}: parameters of the model are left out, and the optimizer still numbers them",
-            hint=f"drop the optimizer too: {shell('--drop', where)}; or pass --optimizer-keys fqn,"
-            " to keep the state of the other parameters under their names",
-            problems=same_problem("left out of the model", left_out),
-        )
-    raise Refused(
-        f"{where}: the model gets other parameters, and nothing says in which order it registers"
-        " them",
-        hint="pass --to-model NEW, the model that is to load it; or --optimizer-keys fqn,"
-        " which names them",
-    )
-
-
 def _check_loads(moved: OptimizerState, old: Names | None, new: Names | None, where: str) -> None:
     """Raise `Refused` if the optimizer that will load the state cannot take a step with it."""
     if new is not None:
@@ -560,33 +404,3 @@ def _check_loads(moved: OptimizerState, old: Names | None, new: Names | None, wh
             hint=start_from_scratch(where),
             problems=same_problem(problem, names),
         )
-
-
-def _sources(named: OptimizerState, task: _OptimizerTask) -> tuple[dict[str, Expression], bool]:
-    """Return the new parameters as expressions over the old ones, and whether they follow the keys
-    of the model.
-
-    The first that applies decides: parameters that are left out, the rules, the names of another
-    model, a function that renames.
-    """
-    request = task.request
-    if request.left_out and request.ruled is not None:
-        return _kept(named, request.left_out, request.ruled), True
-    ruled = _by_rules(named, task)
-    if ruled is not None:
-        return ruled, True
-    names, called = request.names, request.called or str
-    if request.to_names is not None and names is not None:
-        new_names = {str(param): called(str(param)) for param in named.params}
-        return sources_between(names, request.to_names, new_names), False
-    if request.form == SERIALIZED and names is not None and task.to != ID:
-        before = to_serialized(names, named.params)
-    else:
-        before = identity(named.params)
-    after = {called(name): source for name, source in before.items()}
-    if len(after) < len(before):
-        raise Refused(
-            "the rules give several parameters of the optimizer one name",
-            hint="`--dry-run` shows the names",
-        )
-    return after, False

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpttool.core.checkpoint import Section
 from ckpttool.core.names import Names
+from ckpttool.core.optimizer_state import ID
 from ckpttool.core.plan import OptimizerMove
 from ckpttool.core.values import dataclass
 from ckpttool.naming.model_change import ModelChange
@@ -70,6 +71,25 @@ class OptimizerRequest:
             return self
         names, to_names, create = self.of_sections[section.path]
         return replace(self, names=names, to_names=to_names, create=create)
+
+
+class OptimizerTask(NamedTuple):
+    """The change of one optimizer. `where` is its place in the file, as messages call it, `was` the
+    form of its keys in the file, `to` the form in which it is written.
+    """
+
+    request: OptimizerRequest
+    where: str
+    was: str
+    to: str
+
+    def with_request(self, request: OptimizerRequest) -> OptimizerTask:
+        return self._replace(request=request)
+
+    @property
+    def keeps_ids(self) -> bool:
+        """Whether ids are written and no other model loads them."""
+        return self.to == ID and self.request.to_names is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ LINES = [
     ("diff a.safetensors a.pt", 0, 170),
     ("diff a.safetensors a.pt --values", 0, 170),
     ("diff a.safetensors renamed.safetensors", 1, 228),
-    ("remap a.safetensors -o b.safetensors --rule layers.{x*}=>blocks.{x*}", 0, 156),
+    ("remap a.safetensors -o b.safetensors --rule layers.{x*}=>blocks.{x*}", 0, 158),
     ("remap named.pt -o o.pt --optimizer-keys fqn", 0, 172),
     ("remap ids.pt -o o.pt --optimizer-keys fqn --model names.json", 0, 172),
     ("diff ids.pt --model names.json", 0, 172),
