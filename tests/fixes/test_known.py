@@ -23,6 +23,7 @@ import ckpttool
 import hook_zoo
 import small_models
 from ckpttool import diff
+from ckpttool.core.text import CKPT
 from ckpttool.fixes.commands import PART
 from ckpttool.naming.match import prefixes
 from ckpttool.operands.output import command, outputs
@@ -513,7 +514,7 @@ def test_options_are_printed_as_command_line_words() -> None:
         *("ckpttool", "remap", "a b.pt", "--model", "m.py:f(n=2)", "--materialize"),
         *("--drop", "a.*", "--drop", "b", "-o", "o.pt"),
     ]
-    assert command("remap", ("CKPT",), RemapOptions(model=net, rule=["a => b"])) == (
+    assert command("remap", (CKPT,), RemapOptions(model=net, rule=["a => b"])) == (
         "ckpttool.remap(CKPT, model=model, rule=['a => b'])"
     )
 

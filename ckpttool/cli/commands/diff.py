@@ -12,7 +12,7 @@ from typing import Annotated
 from ckpttool.cli.output import All, ExitZero, Report, write_text
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import Argument, Option
-from ckpttool.core.text import Info, Note, shell
+from ckpttool.core.text import CKPT, Info, Note, shell
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import Diff, Fix
 from ckpttool.operands.checkpoint import is_code, is_folder
@@ -167,7 +167,7 @@ def _with_rules_written(result: Diff, path: str, of_names: bool) -> Diff:
     if result.rules_options is None:
         words = "{} has the rules, which no remap applies to {left} as it is"
         return replace(result, notes=(*result.notes, Note.about(words, "no-fix", path)))
-    ckpt = "CKPT" if of_names else result.left
+    ckpt = CKPT if of_names else result.left
     fix = result.fix[-1]
     line = by_file(ckpt, path, result.rules_options)
     return replace(result, fix=(Fix(line, complete=fix.complete, tried=fix.tried),))
