@@ -6,6 +6,7 @@ import dataclasses
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import isnan
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -138,6 +139,15 @@ else:
             return new
 
         return decorate
+
+
+def same_plain(left: Any, right: Any) -> bool:
+    """Return whether two plain values are the same: NaN is itself, and True is not 1."""
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(same_plain, left, right))
+    if isinstance(left, float) and isinstance(right, float) and isnan(left):
+        return isnan(right)
+    return bool(left == right) and isinstance(left, bool) == isinstance(right, bool)
 
 
 @contextmanager

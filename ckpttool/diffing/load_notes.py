@@ -80,7 +80,7 @@ class LoadedSection(NamedTuple):
 
 
 class LoadNotes(NamedTuple):
-    """What the entries do not say. `explain_failure`: it says why the model does not load it."""
+    """Notes next to the entries. `explain_failure`: they say why the model does not load it."""
 
     notes: list[str]
     explain_failure: bool

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from ckpttool.core.checkpoint import Checkpoint
-from ckpttool.core.tables import inverse
+from ckpttool.core.tables import inverse, positions
 from ckpttool.diffing.causes import Code
 from ckpttool.diffing.explain import unpairable
 from ckpttool.diffing.result import Entry, outlines, statuses_of
@@ -45,25 +45,38 @@ def suggestions(
         return Inference()
     left_parts, right_parts = unpairable(entries)
     second_names = _without_counterpart(left, right, entries)
-    sides = (left, second_names | left_parts), (right, second_names | right_parts)
+    left_side = _OpenSide(left, second_names | left_parts)
+    right_side = _OpenSide(right, second_names | right_parts)
     same = same_tensors(entries)
-    inference = _infer(*sides, same, values)
+    inference = _infer(left_side, right_side, same, values)
     candidates = _second_names_in(inference.ambiguous, left, right)
     if candidates:
-        sides = (left, sides[0][1] | candidates), (right, sides[1][1] | candidates)
-        inference = _infer(*sides, same, values)
-    return _with_untied(inference, *sides, entries, values)
+        left_side, right_side = left_side.without(candidates), right_side.without(candidates)
+        inference = _infer(left_side, right_side, same, values)
+    return _with_untied(inference, left_side, right_side, entries, values)
+
+
+class _OpenSide(NamedTuple):
+    """A checkpoint, and the keys of its model that are left out of the pairing."""
+
+    checkpoint: Checkpoint
+    left_out: Set[str]
+
+    def without(self, keys: Set[str]) -> _OpenSide:
+        return self._replace(left_out=self.left_out | keys)
 
 
 def _with_untied(
     inference: Inference,
-    left: tuple[Checkpoint, Set[str]],
-    right: tuple[Checkpoint, Set[str]],
+    left: _OpenSide,
+    right: _OpenSide,
     entries: Sequence[Entry],
     values: bool,
 ) -> Inference:
-    """Return the inference with pairs of second names of the left and keys that the right still
-    misses: it may have separate tensors there.
+    """Return the inference with pairs of second names of the left and keys of the right that still
+    have no pair: the right may have separate tensors there.
+
+    left: embed = head (tied), right: tok, out       embed -> tok, then head -> out
     """
     paired_left: set[str] = set()
     paired_right: set[str] = set()
@@ -82,10 +95,13 @@ def _with_untied(
             is_missing = True
     if not second_names or not is_missing:
         return inference
-    apart = paired_left.difference(same), paired_right.difference(same.values())
-    sides = (left[0], (left[1] - second_names) | apart[0]), (right[0], right[1] | apart[1])
+    # keys of pairs that are not one tensor under two names: fused, split or transposed
+    computed_left = paired_left.difference(same)
+    computed_right = paired_right.difference(same.values())
+    left_side = _OpenSide(left.checkpoint, (left.left_out - second_names) | computed_left)
+    right_side = right.without(computed_right)
     pairs = list(inference.pairs)
-    for pair in _infer(*sides, same, values).pairs:
+    for pair in _infer(left_side, right_side, same, values).pairs:
         if second_names.issuperset(pair.left):
             pairs.append(pair)
             paired_left.update(pair.left)
@@ -94,14 +110,14 @@ def _with_untied(
     for match in inference.ambiguous:
         if paired_left.isdisjoint(match.left) and paired_right.isdisjoint(match.right):
             ambiguous.append(match)
-    place = {key: number for number, key in enumerate(outlines(model_section(left[0])))}
+    place = positions(outlines(model_section(left.checkpoint)))
     pairs.sort(key=lambda pair: place[pair.left[0]])
     return Inference(tuple(pairs), tuple(ambiguous))
 
 
 def _infer(
-    left: tuple[Checkpoint, Set[str]],
-    right: tuple[Checkpoint, Set[str]],
+    left: _OpenSide,
+    right: _OpenSide,
     same_keys: Mapping[str, str],
     values: bool,
 ) -> Inference:

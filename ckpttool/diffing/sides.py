@@ -7,8 +7,7 @@ from dataclasses import replace
 from ckpttool.core.checkpoint import AnyEntry, Checkpoint, Section
 from ckpttool.core.names import Names
 from ckpttool.core.values import dataclass
-from ckpttool.diffing.causes import FIELDS, Cause
-from ckpttool.diffing.result import Entry, only_left, only_right
+from ckpttool.diffing.causes import FIELDS
 from ckpttool.formats.registry import is_program
 
 
@@ -30,10 +29,6 @@ class Side:
         return self.checkpoint.source
 
     @property
-    def is_left(self) -> bool:
-        return self.field == FIELDS[0]
-
-    @property
     def others(self) -> dict[str, Section]:
         """The state dicts and optimizers besides the compared section, by path."""
         sections = {}
@@ -50,12 +45,6 @@ class Side:
             if section.kind == "other":
                 entries.update(section.by_key())
         return entries
-
-    def only(self, key: str, cause: Cause | None = None) -> Entry:
-        """Return the finding that only this side has the key."""
-        if self.is_left:
-            return only_left(key) if cause is None else only_left(key, cause)
-        return only_right(key) if cause is None else only_right(key, cause)
 
 
 @dataclass(frozen=True, slots=True)

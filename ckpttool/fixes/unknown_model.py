@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Union
 
-from ckpttool.core.checkpoint import AnyEntry, ExtraEntry, Section, TensorEntry
+from ckpttool.core.checkpoint import AnyEntry, Section, TensorEntry
 from ckpttool.core.text import MODEL
 from ckpttool.diffing.key_notes import without_segment
 from ckpttool.diffing.models import program_and_weights
@@ -88,16 +87,15 @@ def _remap(question: DiffQuestion, to: str) -> str:
     return command("remap", (left.source,), RemapOptions(model=MODEL, to=to, out=out))
 
 
-_SomeEntries = Mapping[str, Union[TensorEntry, ExtraEntry, None]]
-
-
-def _by_name(section: Section, keys: Iterable[str]) -> _SomeEntries:
+def _by_name(section: Section, keys: Iterable[str]) -> Mapping[str, AnyEntry | None]:
     """Return the entries of these keys by their names without segments of wrappers."""
     names, entries = canonical_in(section), section.by_key()
     return {names.get(key, key): entries.get(key) for key in keys}
 
 
-def _are_shortened(short: _SomeEntries, long: _SomeEntries) -> bool:
+def _are_shortened(
+    short: Mapping[str, AnyEntry | None], long: Mapping[str, AnyEntry | None]
+) -> bool:
     """Return True if each shorter name is exactly one longer name without a segment, with the same
     dtype and shape.
     """

@@ -34,7 +34,7 @@ from ckpttool.core.errors import CkptError, Problem, same_problem
 from ckpttool.core.strides import Shape, contiguous_stride
 from ckpttool.core.tables import present
 from ckpttool.core.text import shell, some
-from ckpttool.core.values import dataclass, many_objects
+from ckpttool.core.values import dataclass, many_objects, same_plain
 from ckpttool.evaluate.chunks import across, concatenated, in_own_storage
 from ckpttool.evaluate.compare import same_values
 from ckpttool.formats import torch_zip
@@ -256,18 +256,10 @@ def _differences(
     for key in keys:
         values = [file.plain(items.get(key)) for file, items in zip(files, dicts)]
         for file, value in zip(files, values):
-            if not _is_same(value, values[0]):
+            if not same_plain(value, values[0]):
                 text = f"{key} is {brief(value)}, in {files[0].path} {brief(values[0])}"
                 problems.append(Problem(text, file.path))
     return problems
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    """Return True for two equal plain values. NaN is equal to NaN."""
-    if type(value) in (list, tuple) and type(other) in (list, tuple):
-        return len(value) == len(other) and all(map(_is_same, value, other))
-    are_both_nan = value != value and other != other
-    return are_both_nan or bool(value == other)
 
 
 def read_file(path: str) -> RankFile:
@@ -858,7 +850,7 @@ def _option_problems(
             for file, options in zip(files, by_rank):
                 values.append(file.plain(options.get(name)))
             for file, value in zip(files, values):
-                if not _is_same(value, values[0]):
+                if not same_plain(value, values[0]):
                     text = f"{name} is {brief(value)}, and {brief(values[0])} on rank 0"
                     problems.append(Problem(text, file.path))
     return problems
@@ -918,7 +910,7 @@ def _is_same_number(value: Any, other: Any) -> bool:
     """Return True for two equal numbers, or tensors of one equal element."""
     if isinstance(value, TensorEntry):
         return value.numel == 1 and isinstance(other, TensorEntry) and same_values(value, other)
-    return type(other) in (int, float, bool) and _is_same(value, other)
+    return type(other) in (int, float, bool) and same_plain(value, other)
 
 
 def _optimizer_section(

@@ -1,4 +1,4 @@
-"""The classes of optimizers: by what they are recognized, and what a step of each needs."""
+"""The classes of optimizers: how to recognize them, and which state a step of each needs."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpttool.core.checkpoint import ExtraEntry, TensorEntry
+from ckpttool.core.values import same_plain
 from ckpttool.evaluate.compare import elements, same_objects, same_values
 
 Ids = set[tuple[int, int]]
@@ -44,7 +45,7 @@ def _same(left: Any, right: Any, equal: Ids) -> bool:
         return _same_lists(left, right, equal)
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         return _same_mappings(left, right, equal)
-    return bool(left == right) and isinstance(left, bool) == isinstance(right, bool)
+    return same_plain(left, right)
 
 
 def _same_lists(left: Sequence[Any], right: Sequence[Any], equal: Ids) -> bool:

@@ -1,4 +1,4 @@
-"""What a remap requests of the optimizers in a file."""
+"""The request of a remap to the optimizers in a file."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def models_of_optimizers(
     changed = _paths_of_model(source, outcome, request)
     if len(changed) < 2 and all(section.path in changed for section in source.state_dicts):
         return result
-    file = _File(source, outcome, request, changed)
+    file = _SeveralModels(source, outcome, request, changed)
     fitting: dict[str, list[str]] = {}
     for optimizer in source.optimizers:
         if optimizer.path not in request.of_sections:
@@ -90,7 +90,7 @@ def _paths_of_model(
 
 
 @dataclass(frozen=True)
-class _File:
+class _SeveralModels:
     """A file of several models, what a remap does to it, and the common request of optimizers.
 
     `changed` are the paths of the model that changes.

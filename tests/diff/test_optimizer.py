@@ -173,6 +173,15 @@ def test_a_learning_rate_may_be_a_tensor_of_the_number(tmp_path: Path, dtype: to
     assert statuses(diff) == {"value"}
 
 
+def test_a_hyperparameter_that_is_nan_is_equal_to_itself(tmp_path: Path) -> None:
+    for name, betas in ("a.pt", (0.9, float("nan"))), ("b.pt", (0.9, float("nan"))):
+        optimizer = torch.optim.SGD(models.Net().parameters(), lr=0.1)
+        optimizer.param_groups[0].update({"lr": float("nan"), "betas": betas})
+        torch.save({"optimizer": optimizer.state_dict()}, tmp_path / name)
+    diff = diff_optimizers(str(tmp_path / "a.pt"), str(tmp_path / "b.pt"))
+    assert differences(diff) == []
+
+
 def test_the_order_of_a_fresh_optimizer_is_not_said_to_be_confirmed(tmp_path: Path) -> None:
     orders = (models.Net, "keys in this order"), (models.Reordered, "keys in another order")
     for model, order in orders:
